@@ -1,0 +1,45 @@
+"""Burstpool gets the most training out of a pool of GPUs.
+
+The names below are the public API. They are loaded when first used: importing burstpool imports neither torch
+nor ray, so that the command line answers at once.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from burstpool.cluster.spec import ClusterSpec
+    from burstpool.errors import BurstpoolError
+    from burstpool.job import Job, load_job
+    from burstpool.model.graph import LayerGraph
+    from burstpool.model.trace import TracedModel, trace
+    from burstpool.profiling.estimate import estimate
+    from burstpool.profiling.measure import profile
+    from burstpool.profiling.profile import Profile
+
+_HOMES = {
+    "BurstpoolError": "burstpool.errors",
+    "ClusterSpec": "burstpool.cluster.spec",
+    "Job": "burstpool.job",
+    "LayerGraph": "burstpool.model.graph",
+    "Profile": "burstpool.profiling.profile",
+    "TracedModel": "burstpool.model.trace",
+    "estimate": "burstpool.profiling.estimate",
+    "load_job": "burstpool.job",
+    "profile": "burstpool.profiling.measure",
+    "trace": "burstpool.model.trace",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 -- the names of _HOMES are strings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'burstpool' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

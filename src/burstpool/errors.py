@@ -1,0 +1,36 @@
+"""Every error Burstpool raises on purpose.
+
+    BurstpoolError            anything below; `str(error)` is one line that says what is wrong and what to do
+    ├─ ArtifactError          a file of ours that cannot be read: truncated, wrong field, newer schema
+    │  ├─ ClusterError        a cluster description that makes no sense
+    │  └─ ProfileError        a profile that lacks what is asked of it: layer, time, batch, device
+    ├─ JobError               a job file, a zoo name or a hyper-parameter that cannot be used
+    └─ TraceError             a model that cannot be split into layers; names the user's line
+
+The command line prints the line and ends with exit status 2. Anything else that is raised is a defect
+of Burstpool or of the user's own model code, and keeps its traceback.
+"""
+
+
+class BurstpoolError(Exception):
+    """Base of all errors that are the input's fault rather than Burstpool's."""
+
+
+class ArtifactError(BurstpoolError):
+    """A file that is not a sound artifact."""
+
+
+class ClusterError(ArtifactError):
+    """A cluster description that cannot be used."""
+
+
+class ProfileError(ArtifactError):
+    """A profile that lacks what is asked of it."""
+
+
+class JobError(BurstpoolError):
+    """A job that cannot be loaded with the given hyper-parameters."""
+
+
+class TraceError(BurstpoolError):
+    """A model that cannot be split into layers."""

@@ -1,0 +1,205 @@
+"""Jobs: what a user submits, and how one is loaded from a Python file or the zoo.
+
+A job file holds a function that returns a `Job`; the function's arguments are the hyper-parameters, and its
+annotations say which values `--set` may give them. Takes `"job.py"`, `"job.py:function"` or `"zoo:NAME"`.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+
+from burstpool.errors import JobError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A model, its loss, its data and its optimizer, with nothing said of devices."""
+
+    model: "Callable[[], torch.nn.Module]"
+    """Builds the model, unmodified user code; called under the job's seed."""
+    loss: "Callable[[Any, Any], torch.Tensor]"
+    """`loss(output, target)`, the mean over the samples it is given."""
+    data: "Dataset[Any]"
+    """Samples `(input, target)`. An input that is a tuple becomes the model's positional arguments, a dict its
+    keyword arguments, anything else its only argument."""
+    optimizer: "Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]"
+    """Builds the optimizer over the parameters it is given."""
+    scheduler: "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None" = None
+    """Builds the learning-rate schedule, stepped once a step."""
+    batch: int = 32
+    """Samples a step over all devices together, unless the command line says otherwise."""
+    seed: int = 0
+    """Seeds the model's initial weights, the order of the data and the steps' random numbers."""
+    name: str = ""
+    """How reports call the job; filled in when it is loaded."""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The hyper-parameters it was made with; filled in when it is loaded."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise JobError(f"batch={self.batch} of job {self.name!r} must be at least 1")
+        for field in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, field)):
+                raise JobError(f"Job.{field} must be callable, e.g. {field}=lambda …: …; got {type(getattr(self, field)).__name__}")
+
+    def build_model(self) -> "torch.nn.Module":
+        """The model with the weights its seed gives; leaves the global random state as it was."""
+        import torch
+
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return self.model()
+
+    def samples(self, batch: int) -> tuple[Any, Any]:
+        """The first `batch` samples, collated to `(input, target)`; wraps around short data."""
+        from torch.utils.data import default_collate
+
+        length = len(self.data)  # type: ignore[arg-type]
+        if length == 0:
+            raise JobError(f"the data of job {self.name!r} is empty")
+        inputs, targets = default_collate([self.data[i % length] for i in range(batch)])
+        return inputs, targets
+
+    def example(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's positional and keyword arguments for `batch` samples."""
+        return model_arguments(self.samples(batch)[0])
+
+
+def model_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a collated input is passed to the model: tuple → positional, dict → keywords, else one argument."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def load_job(source: str | os.PathLike[str], settings: Mapping[str, Any] | None = None) -> Job:
+    """Loads `"job.py"`, `"job.py:function"` or `"zoo:NAME"` with the given hyper-parameters.
+
+    Values may be strings, as `--set` gives them, or already of the annotated type.
+    """
+    source = str(source)
+    name, function = _zoo_function(source) if source.startswith("zoo:") else _file_function(source)
+    accepted = check_settings(function, settings or {}, source=source)
+    try:
+        job = function(**accepted)
+    except JobError:
+        raise
+    except Exception as error:
+        raise JobError(f"{source} failed: {type(error).__name__}: {error} ({_last_user_line(error)})") from error
+    if not isinstance(job, Job):
+        raise JobError(f"{source} returned a {type(job).__name__}; it must return a burstpool.Job")
+    return dataclasses.replace(job, name=job.name or name, settings=settings_of(function, accepted))
+
+
+def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """The settings converted to the types the function's annotations ask for."""
+    parameters = inspect.signature(function).parameters
+    annotations = inspect.get_annotations(function, eval_str=True)
+    accepted = {}
+    for key, value in settings.items():
+        if key not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise JobError(f"{source} has no hyper-parameter {key!r}; it has: {known}")
+        accepted[key] = _convert(value, annotations.get(key, str), where=f"{key}={value} for {source}")
+    for key, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and key not in accepted:
+            raise JobError(f"{source} needs hyper-parameter {key!r}; pass --set {key}=…")
+    return accepted
+
+
+def settings_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """All hyper-parameters of a call, defaults included."""
+    bound = inspect.signature(function).bind(**given)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
+    """`["lr=0.1", "width=64"]` as a dict."""
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise JobError(f"--set {pair} is not of the form name=value")
+        if key in settings:
+            raise JobError(f"--set {key} is given twice")
+        settings[key] = value
+    return settings
+
+
+def _convert(value: Any, annotation: Any, *, where: str) -> Any:
+    adapter = pydantic.TypeAdapter(annotation)
+    try:
+        return adapter.validate_strings(value) if isinstance(value, str) else adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        expected = getattr(annotation, "__name__", str(annotation))
+        message = error.errors(include_url=False)[0]["msg"]
+        raise JobError(f"{where}: expected {expected} ({message})") from None
+
+
+def _zoo_function(source: str) -> tuple[str, Callable[..., Any]]:
+    from burstpool.model import zoo
+
+    name = source.removeprefix("zoo:")
+    return name, zoo.job_function(name)
+
+
+def _file_function(source: str) -> tuple[str, Callable[..., Any]]:
+    path_text, _, wanted = source.partition(".py:")
+    path = Path(path_text + ".py" if wanted else path_text)
+    if path.suffix != ".py":
+        raise JobError(f"{source} is neither a Python file (job.py) nor a zoo name (zoo:vgg16)")
+    if not path.is_file():
+        raise JobError(f"there is no job file {path}")
+    module = _import_file(path)
+    functions = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    }
+    name = wanted or "job"
+    if name not in functions:
+        known = ", ".join(functions) or "none"
+        raise JobError(f"{path} has no function {name!r}; its functions: {known}. Name one as {path}:function")
+    return path.stem if name == "job" else name, functions[name]
+
+
+def _import_file(path: Path) -> Any:
+    """Imports the file under a name of its own, with its folder on the path so that its neighbours import."""
+    name = f"burstpool_job_{path.stem}_{abs(hash(path.resolve())):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that pickle finds the user's classes
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise JobError(f"{path} cannot be imported: {type(error).__name__}: {error} ({_last_user_line(error)})") from error
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    return module
+
+
+def _last_user_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}"
+    ours = str(Path(__file__).parent)
+    frames = [frame for frame in frames if not frame.filename.startswith((ours, "<frozen"))] or frames
+    return f"{frames[-1].filename}, line {frames[-1].lineno}"
