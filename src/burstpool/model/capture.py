@@ -1,0 +1,265 @@
+"""Capture: the user's module as one flat operator graph that runs at any batch size.
+
+Takes a module and example arguments. Returns a `Capture`: torch.export's graph, each operator marked with the
+module call that made it, and what of it depends on samples, parameters or nothing at all. Captures the mode
+(train or eval) the module is in. Raises TraceError naming the user's line where export cannot follow the code.
+"""
+
+import functools
+import inspect
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from burstpool.errors import TraceError
+from burstpool.model.graph import BATCH
+
+BATCH_SYMBOL = sympy.Symbol(BATCH, integer=True, positive=True)
+_IGNORED = {  # checks that export leaves behind; they compute nothing
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten.sym_constrain_range.default,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A flat graph and what its placeholders stand for."""
+
+    graph: fx.Graph
+    root: nn.Module
+    """Holds what `get_attr` nodes name: the bodies of autocast and no_grad regions."""
+    parameters: Mapping[str, str]
+    """Placeholder → state-dict key."""
+    buffers: Mapping[str, str]
+    """Placeholder → state-dict key."""
+    constants: Mapping[str, Any]
+    """Placeholder → tensor that the user's code made outside of any parameter or buffer."""
+    inputs: tuple[str, ...]
+    """Placeholders of the tensors the model is called with, in flattened order; "" for arguments that are no tensor."""
+    outputs: tuple[Any, ...]
+    """The flattened results: nodes, or plain values."""
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    batch_range: tuple[int, int | None]
+    """The smallest and largest batch the captured code is valid for; None for no largest."""
+    batch_symbols: frozenset[sympy.Symbol]
+    """What export calls the batch; a symbol an input."""
+
+    def size(self, size: Any) -> int | sympy.Expr:
+        """A size as an int, or as an expression in the batch."""
+        if isinstance(size, torch.SymInt):
+            expression = size.node.expr.subs(dict.fromkeys(self.batch_symbols, BATCH_SYMBOL))
+            return int(expression) if expression.is_Integer else expression
+        return int(size)
+
+    def data_dependent(self, expression: Any) -> bool:
+        """Whether a size depends on the values in a tensor, not only on the batch."""
+        return isinstance(expression, sympy.Expr) and bool(expression.free_symbols - {BATCH_SYMBOL})
+
+
+def flatten_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The arguments in the order of the graph's placeholders."""
+    return pytree.tree_flatten((tuple(args), dict(kwargs)))
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
+    """Exports the model with dimension 0 of every batched input left open."""
+    args, kwargs = _at_least_two_samples(args, kwargs)
+    program = _export(model, args, kwargs)
+    for node in reversed(program.graph.nodes):
+        if node.target in _IGNORED:
+            program.graph.erase_node(node)
+    program.graph.eliminate_dead_code(is_impure_node=_is_impure)
+    signature = program.graph_signature
+    stored = {kind: {s.arg.name: str(s.target) for s in signature.input_specs if s.kind is kind} for kind in InputKind}
+    constants = stored[InputKind.CONSTANT_TENSOR] | stored[InputKind.CUSTOM_OBJ]
+    symbols = frozenset(_batch_symbols(program, args, kwargs))
+    return Capture(
+        graph=program.graph,
+        root=program.graph_module,
+        parameters=stored[InputKind.PARAMETER],
+        buffers=stored[InputKind.BUFFER],
+        constants={name: program.constants[target] for name, target in constants.items()},
+        inputs=tuple(_tensor_inputs(program)),
+        outputs=tuple(_outputs(program, model)),
+        in_spec=flatten_arguments(args, kwargs)[1],
+        out_spec=program.call_spec.out_spec,
+        batch_range=_batch_range(program, symbols),
+        batch_symbols=symbols,
+    )
+
+
+def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Samples in the arguments: size 0 of the first tensor."""
+    for leaf in flatten_arguments(args, kwargs)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise TraceError("the example holds no tensor with a batch dimension; pass e.g. torch.randn(4, 3, 224, 224)")
+
+
+def resize_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with their samples repeated, or cut, to `batch` of them."""
+    return resize_samples((tuple(args), dict(kwargs)), batch_of(args, kwargs), batch)  # type: ignore[no-any-return]
+
+
+def resize_samples(tree: Any, old: int, new: int) -> Any:
+    """Every tensor of `old` samples in the structure, repeated or cut to `new` of them."""
+
+    def resize(leaf: Any) -> Any:
+        if not _is_batched(leaf, old) or old == new:
+            return leaf
+        return leaf.repeat(-(-new // old), *[1] * (leaf.dim() - 1))[:new]
+
+    return pytree.tree_map(resize, tree)
+
+
+def _is_batched(leaf: Any, batch: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+
+
+def _at_least_two_samples(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # export takes a size of 1 for a broadcast and would fix it.
+    return resize_batch(args, kwargs, max(2, batch_of(args, kwargs)))
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
+    batch = batch_of(args, kwargs)
+
+    def open_batch(leaf: Any) -> Any:
+        return {0: torch.export.Dim.DYNAMIC} if _is_batched(leaf, batch) else None
+
+    try:
+        named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TraceError(f"{type(model).__name__}.forward does not take this example: {error}") from None
+    shapes = {name: pytree.tree_map(open_batch, value) for name, value in named.items()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own notes on its internals
+            return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise TraceError(_explain(error, model)) from error
+    finally:
+        _restore(model, buffers)
+
+
+def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Undoes what a failed or careless export left in the buffers (fake tensors, counted batches)."""
+    for name, saved in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        now = module._buffers[leaf]
+        if now is None or type(now) is not type(saved):
+            module._buffers[leaf] = saved
+        elif not torch.equal(now, saved):
+            now.copy_(saved)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or is_random(node))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether it draws from the random stream, so that its place in the order matters."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _tensor_inputs(program: torch.export.ExportedProgram) -> Iterator[str]:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            name = getattr(spec.arg, "name", "")
+            yield name if isinstance(values.get(name), torch.Tensor) else ""
+
+
+def _outputs(program: torch.export.ExportedProgram, model: nn.Module) -> Iterator[Any]:
+    results = program.graph.output_node().args[0]
+    assert isinstance(results, tuple | list)
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            yield result
+        else:
+            raise TraceError(
+                f"{type(model).__name__} writes to {spec.target or 'its input'} in a way that cannot be kept apart "
+                'by layers; return the new value instead, or pass fallback="modules"'
+            )
+
+
+def _batch_symbols(
+    program: torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[sympy.Symbol]:
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            for size in value.shape:
+                if isinstance(size, torch.SymInt):
+                    yield from size.node.expr.free_symbols
+
+
+def _batch_range(
+    program: torch.export.ExportedProgram, symbols: frozenset[sympy.Symbol]
+) -> tuple[int, int | None]:
+    low, high = 1, None
+    for symbol in symbols:
+        allowed = program.range_constraints.get(symbol)
+        if allowed is None:
+            continue
+        if allowed.lower.is_Integer and int(allowed.lower) > 2:  # 2 only means "not a broadcast"
+            low = max(low, int(allowed.lower))
+        if allowed.upper.is_Integer and int(allowed.upper) < 2**31:
+            high = min(high or int(allowed.upper), int(allowed.upper))
+    return low, high
+
+
+@functools.cache
+def _torch_folder() -> str:
+    return str(Path(torch.__file__).parent)
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """One line: where in the user's code, what, and what to change."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_torch_folder(), str(Path(__file__).parent), "<"))
+    ]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else _named_line(str(error))
+    kind, text = type(error).__name__, str(error)
+    if "specialized it to be a constant" in text or "ConstraintViolation" in kind:
+        what = "the code fixes the batch size"
+        change = "take sizes from the tensors (x.shape[0], view(x.shape[0], …)), not from constants"
+    elif "DataDependent" in kind or "data-dependent" in text or "_local_scalar_dense" in text:
+        what = "the code branches on, or sizes something by, a value inside a tensor"
+        change = "use torch.where, masks or torch.cond instead"
+    else:
+        first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+        what, change = f"{kind}: {first[:200]}", "rewrite that line with tensor operations"
+    where = f" at {where}" if where else ""
+    return f'cannot trace {type(model).__name__}{where}: {what}; {change}, or pass fallback="modules"'
+
+
+def _named_line(text: str) -> str:
+    """Where export's message itself names the line."""
+    found = [
+        match
+        for match in re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(.+)', text)
+        if not match[0].startswith((_torch_folder(), "torch/"))
+    ]
+    return f"{found[-1][0]}:{found[-1][1]}: `{found[-1][2].strip()}`" if found else ""
