@@ -32,7 +32,18 @@ _HOMES = {
     "trace": "burstpool.model.trace",
 }
 
-__all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 -- the names of _HOMES are strings
+__all__ = [
+    "BurstpoolError",
+    "ClusterSpec",
+    "Job",
+    "LayerGraph",
+    "Profile",
+    "TracedModel",
+    "estimate",
+    "load_job",
+    "profile",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import pydantic
 
-from burstpool.errors import ArtifactError
+from burstpool.errors import ArtifactError, BurstpoolError
 
 STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 """Goes into each (nested) dataclass as `__pydantic_config__`, so that reading it refuses what it does not know."""
@@ -40,7 +40,7 @@ class Artifact:
         """Reads what `to_json` wrote; `source` names the text in errors."""
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also text that is not UTF-8, numbers of 4301 digits
             raise cls.ERROR(f"{source} is not whole JSON ({error}); was it cut short?") from None
         if not isinstance(data, dict):
             raise cls.ERROR(f"{source} holds a {type(data).__name__}; expected an object with schema_version")
@@ -61,6 +61,8 @@ class Artifact:
             return _adapter(cls).validate_python(data)  # type: ignore[no-any-return]
         except pydantic.ValidationError as error:
             raise cls.ERROR(f"{source}: {first_line(error)}") from None
+        except BurstpoolError as error:  # a check in __post_init__, which does not know the file's name
+            raise cls.ERROR(f"{source}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the JSON file whole or not at all."""

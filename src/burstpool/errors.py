@@ -3,8 +3,11 @@
     BurstpoolError            anything below; `str(error)` is one line that says what is wrong and what to do
     ├─ ArtifactError          a file of ours that cannot be read: truncated, wrong field, newer schema
     │  ├─ ClusterError        a cluster description that makes no sense
-    │  └─ ProfileError        a profile that lacks what is asked of it: layer, time, batch, device
+    │  ├─ PlanError           a plan that cannot be made, or does not fit model or cluster
+    │  ├─ ProfileError        a profile that lacks what is asked of it: layer, time, batch, device
+    │  └─ ScheduleError       a schedule that is unsound; says which action of which device
     ├─ JobError               a job file, a zoo name or a hyper-parameter that cannot be used
+    ├─ RunError               a training run that failed; names the rank, the action and the user's line
     └─ TraceError             a model that cannot be split into layers; names the user's line
 
 The command line prints the line and ends with exit status 2. Anything else that is raised is a defect
@@ -24,12 +27,24 @@ class ClusterError(ArtifactError):
     """A cluster description that cannot be used."""
 
 
+class PlanError(ArtifactError):
+    """A plan that cannot be made or used."""
+
+
 class ProfileError(ArtifactError):
     """A profile that lacks what is asked of it."""
 
 
+class ScheduleError(ArtifactError):
+    """A schedule that is unsound."""
+
+
 class JobError(BurstpoolError):
     """A job that cannot be loaded with the given hyper-parameters."""
+
+
+class RunError(BurstpoolError):
+    """A training run that failed."""
 
 
 class TraceError(BurstpoolError):

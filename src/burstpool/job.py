@@ -53,7 +53,9 @@ class Job:
             raise JobError(f"batch={self.batch} of job {self.name!r} must be at least 1")
         for field in ("model", "loss", "optimizer"):
             if not callable(getattr(self, field)):
-                raise JobError(f"Job.{field} must be callable, e.g. {field}=lambda …: …; got {type(getattr(self, field)).__name__}")
+                raise JobError(
+                    f"Job.{field} must be callable, e.g. {field}=lambda …: …; got {type(getattr(self, field)).__name__}"
+                )
 
     def build_model(self) -> "torch.nn.Module":
         """The model with the weights its seed gives; leaves the global random state as it was."""
@@ -147,9 +149,8 @@ def _convert(value: Any, annotation: Any, *, where: str) -> Any:
     try:
         return adapter.validate_strings(value) if isinstance(value, str) else adapter.validate_python(value)
     except pydantic.ValidationError as error:
-        expected = getattr(annotation, "__name__", str(annotation))
         message = error.errors(include_url=False)[0]["msg"]
-        raise JobError(f"{where}: expected {expected} ({message})") from None
+        raise JobError(f"{where}: {message[0].lower()}{message[1:]}") from None
 
 
 def _zoo_function(source: str) -> tuple[str, Callable[..., Any]]:
@@ -183,14 +184,17 @@ def _import_file(path: Path) -> Any:
     """Imports the file under a name of its own, with its folder on the path so that its neighbours import."""
     name = f"burstpool_job_{path.stem}_{abs(hash(path.resolve())):x}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that pickle finds the user's classes
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise JobError(f"{path} cannot be imported: {type(error).__name__}: {error} ({_last_user_line(error)})") from error
+        raise JobError(
+            f"{path} cannot be imported: {type(error).__name__}: {error} ({_last_user_line(error)})"
+        ) from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
     return module

@@ -70,13 +70,13 @@ class Block:
         batch = self.batch_of(inputs) if batch is None else batch
         return self._run_layers(inputs, batch, self._state(state or {}))
 
-    def bound(self, *inputs: torch.Tensor, batch: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """The block as a function of nothing, its inputs and state looked up beforehand: for timing."""
+    def caller(self, batch: int) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+        """The block as a function of its inputs alone, its state looked up beforehand: for timing."""
         state = self._state({})
-        if len(self.layers) == 1 and [value.name for value in self.layers[0].outputs] == list(self.outputs):
+        if len(self.layers) == 1 and tuple(value.name for value in self.layers[0].outputs) == self.outputs:
             code, own = self._codes[0], state[0]
-            return lambda: tuple(code(own, inputs, batch))
-        return lambda: self._run_layers(inputs, batch, state)
+            return lambda inputs: code(own, inputs, batch)
+        return lambda inputs: self._run_layers(inputs, batch, state)
 
     def _state(self, replaced: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
         # Read at every call: `model.to(…)` replaces buffers by new ones.

@@ -7,6 +7,7 @@ module call that made it, and what of it depends on samples, parameters or nothi
 
 import functools
 import inspect
+import os
 import re
 import traceback
 import warnings
@@ -85,7 +86,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     signature = program.graph_signature
     stored = {kind: {s.arg.name: str(s.target) for s in signature.input_specs if s.kind is kind} for kind in InputKind}
     constants = stored[InputKind.CONSTANT_TENSOR] | stored[InputKind.CUSTOM_OBJ]
-    symbols = frozenset(_batch_symbols(program, args, kwargs))
+    symbols = frozenset(_batch_symbols(program))
+    if not symbols:
+        raise TraceError(_fixed_batch(model))
     return Capture(
         graph=program.graph,
         root=program.graph_module,
@@ -109,7 +112,9 @@ def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     raise TraceError("the example holds no tensor with a batch dimension; pass e.g. torch.randn(4, 3, 224, 224)")
 
 
-def resize_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def resize_batch(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with their samples repeated, or cut, to `batch` of them."""
     return resize_samples((tuple(args), dict(kwargs)), batch_of(args, kwargs), batch)  # type: ignore[no-any-return]
 
@@ -129,9 +134,7 @@ def _is_batched(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
-def _at_least_two_samples(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _at_least_two_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # export takes a size of 1 for a broadcast and would fix it.
     return resize_batch(args, kwargs, max(2, batch_of(args, kwargs)))
 
@@ -202,9 +205,7 @@ def _outputs(program: torch.export.ExportedProgram, model: nn.Module) -> Iterato
             )
 
 
-def _batch_symbols(
-    program: torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[sympy.Symbol]:
+def _batch_symbols(program: torch.export.ExportedProgram) -> Iterator[sympy.Symbol]:
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
@@ -213,9 +214,7 @@ def _batch_symbols(
                     yield from size.node.expr.free_symbols
 
 
-def _batch_range(
-    program: torch.export.ExportedProgram, symbols: frozenset[sympy.Symbol]
-) -> tuple[int, int | None]:
+def _batch_range(program: torch.export.ExportedProgram, symbols: frozenset[sympy.Symbol]) -> tuple[int, int | None]:
     low, high = 1, None
     for symbol in symbols:
         allowed = program.range_constraints.get(symbol)
@@ -230,7 +229,7 @@ def _batch_range(
 
 @functools.cache
 def _torch_folder() -> str:
-    return str(Path(torch.__file__).parent)
+    return str(Path(torch.__file__).parent) + os.sep
 
 
 def _explain(error: Exception, model: nn.Module) -> str:
@@ -243,14 +242,22 @@ def _explain(error: Exception, model: nn.Module) -> str:
     where = f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else _named_line(str(error))
     kind, text = type(error).__name__, str(error)
     if "specialized it to be a constant" in text or "ConstraintViolation" in kind:
-        what = "the code fixes the batch size"
-        change = "take sizes from the tensors (x.shape[0], view(x.shape[0], …)), not from constants"
-    elif "DataDependent" in kind or "data-dependent" in text or "_local_scalar_dense" in text:
+        return _fixed_batch(model, where)
+    if "DataDependent" in kind or "data-dependent" in text or "_local_scalar_dense" in text:
         what = "the code branches on, or sizes something by, a value inside a tensor"
         change = "use torch.where, masks or torch.cond instead"
     else:
         first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
         what, change = f"{kind}: {first[:200]}", "rewrite that line with tensor operations"
+    return _message(model, where, what, change)
+
+
+def _fixed_batch(model: nn.Module, where: str = "") -> str:
+    change = "take sizes from the tensors (x.shape[0], view(x.shape[0], …)), not from constants"
+    return _message(model, where, "the code fixes the batch size", change)
+
+
+def _message(model: nn.Module, where: str, what: str, change: str) -> str:
     where = f" at {where}" if where else ""
     return f'cannot trace {type(model).__name__}{where}: {what}; {change}, or pass fallback="modules"'
 

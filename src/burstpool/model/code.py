@@ -62,9 +62,12 @@ class OperatorCode:
         for node in needed:
             builder.copy(node)
         self._module = builder.finish(outputs)
+        self._depends_on_device = bool(self._constants) or bool(builder.device.users)
         self._run = self._module.forward  # past nn.Module's hooks, which a layer does not have
 
     def __call__(self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], batch: int) -> list[torch.Tensor]:
+        if not self._depends_on_device:
+            return self._run(batch, None, (), state, inputs)  # type: ignore[no-any-return]
         device = next((tensor.device for tensor in (*inputs, *state)), self._traced_on)
         constants = [_on(constant, device) for constant in self._constants]
         return self._run(batch, device, constants, state, inputs)  # type: ignore[no-any-return]
@@ -129,6 +132,7 @@ class _Builder:
             self.made[node] = self._scalar(scalar_expression(node, self.capture))
         else:
             target = node.target if self._overwritten_input(node) is None else _out_of_place(node)
+            assert callable(target)
             self.made[node] = self.graph.call_function(target, self._map(node.args), self._map(node.kwargs))
 
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
@@ -181,4 +185,3 @@ def _writes(node: fx.Node) -> bool:
 
 def _on(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
-

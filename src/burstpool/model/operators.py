@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from burstpool.model.capture import BATCH_SYMBOL, Capture, capture, is_random
 from burstpool.model.code import OperatorCode
-from burstpool.model.flops import flops_per_sample
+from burstpool.model.flops import FlopCounter
 from burstpool.model.graph import Layer, LayerGraph, Value
-from burstpool.model.segment import Segment, free_nodes, grows_with_batch, mixes_samples, sample_dim, segment
+from burstpool.model.segment import Segment, grows_with_batch, mixes_samples, sample_dim, segment
 from burstpool.model.traced import CallShape, TracedModel
 
 _UNNAMED = {"getitem", "view", "reshape", "flatten", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "to",
@@ -68,7 +68,7 @@ class _LayerBuilder:
         self.captured, self.model, self.segments = captured, model, segments
         self.placeholders = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
         self.input_nodes = [self.placeholders[name] for name in captured.inputs if name]
-        self.free = free_nodes(captured)
+        self.flops = FlopCounter(captured)
         self.home = {node: index for index, seg in enumerate(segments) for node in seg.nodes}
         self.results_of_model = {node for node in captured.outputs if isinstance(node, fx.Node)}
         self.on_samples = _reached_from(self.input_nodes, captured)
@@ -117,7 +117,7 @@ class _LayerBuilder:
                 if x in self.captured.parameters
             },
             buffers=tuple(self.captured.buffers[x] for x in stored if x in self.captured.buffers),
-            flops_per_sample=flops_per_sample(nodes, self.captured),
+            flops_per_sample=self.flops.per_sample(nodes),
             random=any(is_random(node) and not _is_off(node) for node in nodes),
             mixes_samples=mixed or any(mixes_samples(node) for node in nodes),
         )
@@ -173,7 +173,7 @@ def _operator_name(node: fx.Node) -> str:
 def _is_off(node: fx.Node) -> bool:
     """A dropout that drops nothing draws no random numbers."""
     packet = getattr(node.target, "overloadpacket", None)
-    return packet is torch.ops.aten.dropout and (not node.args[2] or node.args[1] == 0)
+    return packet is torch.ops.aten.dropout and (not node.args[2] or bool(node.args[1] == 0))
 
 
 def _bytes(tensor: torch.Tensor) -> int:

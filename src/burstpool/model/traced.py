@@ -3,6 +3,7 @@
 Joins the three parts of a trace: the layers as data (`LayerGraph`), their code, and the shape of the user's call.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class TracedModel:
         """The whole model cut before the layers at these places; before every layer when None."""
         places = range(1, len(self.layers)) if cuts is None else sorted(cuts)
         edges = [0, *places, len(self.layers)]
-        return [self.block(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        return [self.block(a, b) for a, b in itertools.pairwise(edges)]
 
     def input_values(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """The model's arguments as named values of the graph."""
@@ -103,7 +104,9 @@ class CallShape:
         """Named input tensors."""
         leaves, spec = flatten_arguments(args, kwargs)
         if spec != self._in_spec:
-            raise TraceError(f"the arguments differ in structure from the traced example: {spec} is not {self._in_spec}")
+            raise TraceError(
+                f"the arguments differ in structure from the traced example: {spec} is not {self._in_spec}"
+            )
         values = {name: leaf for name, leaf in zip(self._inputs, leaves, strict=True) if name}
         low, high = self._range
         batch = self.batch(values)

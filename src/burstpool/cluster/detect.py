@@ -1,0 +1,179 @@
+"""Detection: what this machine has, as a cluster of one node.
+
+Decides which devices to count: CUDA GPUs where there are any, else one CPU worker a core. A GPU the catalogue
+knows keeps the catalogue's peak rates; one it does not know, and a CPU core, get measured rates. The link is
+measured between two devices and taken for all pairs. Sees this machine only; neither NUMA nor uneven links.
+"""
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from burstpool.cluster import catalogue
+from burstpool.cluster.catalogue import Link, in_units
+from burstpool.cluster.measure import DeviceRates, core_rates, cuda_rates, fit_link, link_times
+from burstpool.cluster.spec import ClusterSpec, DeviceCount, DeviceFigures, NodeGroup, plural
+from burstpool.errors import ClusterError
+
+TIMEOUT_S = 120.0
+"""How long one measurement may take, the start of its processes included."""
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+
+def detect(
+    *,
+    measure: bool = True,
+    device: DeviceKind = "auto",
+    num_devices: int | None = None,
+    progress: Callable[[str], None] = lambda step: None,
+) -> ClusterSpec:
+    """This machine, measured in a few seconds, or in no time from the catalogue alone with `measure=False`.
+
+    `num_devices` is how many workers to count on a CPU (more than its cores share them), or how many GPUs.
+    """
+    if num_devices is not None and num_devices < 1:
+        raise ClusterError(f"--devices {num_devices} makes no cluster; give 1 or more")
+    use_cuda = device != "cpu" and _cuda_count(required=device == "cuda") > 0
+    if use_cuda:
+        types, figures = _cuda_devices(num_devices, measure=measure, progress=progress)
+    else:
+        types, figures = _cpu_devices(num_devices, measure=measure, progress=progress)
+    link = None
+    if len(types) > 1:
+        link = _link("nccl" if use_cuda else "gloo", measure=measure, progress=progress)
+    devices = tuple(DeviceCount(type=name, count=len(list(run))) for name, run in groupby(types))
+    return ClusterSpec(
+        name=platform.node() or "this machine",
+        node_groups=(NodeGroup(name="this machine", devices=devices, link=link),),
+        device_types=figures,
+    )
+
+
+def num_cores() -> int:
+    """Cores this process may use: affinity and a container's quota counted."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cores = min(cores, -(-int(quota) // int(period)))
+    return max(cores, 1)
+
+
+def machine_memory_bytes() -> int:
+    """Memory of this machine, or of the container it is seen from."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _read(limit)
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def _cpu_devices(
+    num_devices: int | None, *, measure: bool, progress: Callable[[str], None]
+) -> tuple[list[str], tuple[DeviceFigures, ...]]:
+    cores = num_cores()
+    workers = num_devices or cores
+    if measure:
+        progress("measuring a core")
+        rates = core_rates(timeout_s=TIMEOUT_S)
+        flops_per_s, memory_bytes_per_s = rates.flops_per_s, rates.copy_bytes_per_s
+        how = "one thread measured alone: matrix products, and a copy of 128 MiB"
+    else:
+        known = catalogue.device_type("cpu-core")
+        flops_per_s, memory_bytes_per_s = dict(known.flops_per_s), known.memory_bytes_per_s
+        how = "rates assumed, not measured"
+    share = min(1.0, cores / workers)  # workers beyond the cores take turns
+    figures = DeviceFigures(
+        name="cpu-core",
+        memory_bytes=machine_memory_bytes() // workers,
+        memory_bytes_per_s=_rounded(memory_bytes_per_s * share),
+        flops_per_s={dtype: _rounded(rate * share) for dtype, rate in flops_per_s.items()},
+        source=f"{plural(workers, 'worker')} on {plural(cores, 'core')}; {how}",
+    )
+    return ["cpu-core"] * workers, (figures,)
+
+
+def _cuda_count(*, required: bool) -> int:
+    import torch
+
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if required and not present:
+        raise ClusterError("torch sees no CUDA device here; leave out --device cuda, or install a CUDA build of torch")
+    return present
+
+
+def _cuda_devices(
+    num_devices: int | None, *, measure: bool, progress: Callable[[str], None]
+) -> tuple[list[str], tuple[DeviceFigures, ...]]:
+    import torch
+
+    present = torch.cuda.device_count()
+    wanted = num_devices or present
+    if wanted > present:
+        raise ClusterError(
+            f"--devices {wanted} are more than the {plural(present, 'GPU')} torch sees; give --devices {present}"
+        )
+    reported = [torch.cuda.get_device_name(index) for index in range(wanted)]
+    types = [catalogue.match(name) or name for name in reported]
+    figures = []
+    for name in Counter(types):
+        index = types.index(name)
+        properties = torch.cuda.get_device_properties(index)
+        rates = None
+        if measure and (catalogue.match(reported[index]) is None or wanted == 1):
+            progress(f"measuring {name}")
+            rates = cuda_rates(index, timeout_s=TIMEOUT_S)
+        figures.append(_cuda_figures(name, properties, rates))
+    return types, tuple(figures)
+
+
+def _cuda_figures(name: str, properties: Any, rates: DeviceRates | None) -> DeviceFigures:
+    """A known GPU keeps the catalogue's peaks: two types are compared by peaks, and a measured rate beside
+    another's peak would mislead."""
+    known = name in catalogue.names()
+    if not known and rates is None:
+        raise ClusterError(f"GPU {name!r} is not in the catalogue, so it must be measured; leave out --no-measure")
+    seen = ""
+    if rates:
+        best = ", ".join(f"{key} {in_units(rate, 'FLOP/s')}" for key, rate in rates.flops_per_s.items())
+        seen = f"; measured alone, matrix products reached {best}, a copy {in_units(rates.copy_bytes_per_s, 'B/s')}"
+    return DeviceFigures(
+        name=name,
+        memory_bytes=properties.total_memory,
+        memory_bytes_per_s=_rounded(rates.copy_bytes_per_s) if rates and not known else None,
+        flops_per_s={key: _rounded(rate) for key, rate in rates.flops_per_s.items()} if rates and not known else {},
+        multiprocessors=properties.multi_processor_count,
+        source=f"memory as the driver reports it{seen}",
+    )
+
+
+def _link(backend: str, *, measure: bool, progress: Callable[[str], None]) -> Link:
+    if not measure:
+        preset = catalogue.link("loopback" if backend == "gloo" else "pcie4")
+        return Link(bytes_per_s=preset.bytes_per_s, latency_s=preset.latency_s, source=f"{preset.source}, assumed")
+    progress(f"measuring the link between two devices ({backend})")
+    times = link_times(backend, timeout_s=TIMEOUT_S)
+    bytes_per_s, latency_s = fit_link(times.seconds)
+    pair = "two processes on this machine" if backend == "gloo" else "GPU 0 and GPU 1"
+    source = f"measured: {backend} ping-pong between {pair}; slowest batch {times.slowest:.2g} x the fastest"
+    return Link(bytes_per_s=_rounded(bytes_per_s), latency_s=_rounded(latency_s), source=source)
+
+
+def _rounded(value: float) -> float:
+    """Four digits: more would claim a precision that no measurement has."""
+    return float(f"{value:.4g}")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

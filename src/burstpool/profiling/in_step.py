@@ -1,0 +1,128 @@
+"""Timing in step: each layer's time inside of real training steps on the CPU.
+
+Small models run largely out of the processor's caches, and a layer alone finds there what a whole step has long
+pushed out. So where all activations fit into memory, steps are run layer by layer with the clock read in between;
+whole steps of the user's own model alternate with them, so that both see the same machine. Takes a `Session` and a
+batch; returns each layer's times, the loss's, and the whole step's.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from burstpool.model.block import Block
+from burstpool.profiling.session import Session
+from burstpool.profiling.timing import CpuStopwatch, Measured, repeat, sum_of_copies
+
+_TARGET_S = 1.0
+_MAX_STEPS = 200
+
+
+@dataclass(slots=True)
+class _Times:
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+
+    def measured(self) -> Measured:
+        return Measured.of(self.forward[1:], self.backward[1:] or [0.0])  # the first step warms up
+
+
+def measure_in_step(
+    session: Session, blocks: Sequence[Block], batch: int, watch: CpuStopwatch
+) -> tuple[list[Measured], Measured, float]:
+    """Layers', loss's and whole step's times at one batch."""
+    steps = _LayeredSteps(session, blocks, batch, watch.engine_start_s)
+    whole_step = session.step(batch)
+    whole: list[float] = []
+
+    def once() -> None:
+        start = time.perf_counter()
+        whole_step()
+        whole.append(time.perf_counter() - start)
+        steps.run()
+
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        repeat(once, target_s=_TARGET_S, most=_MAX_STEPS)
+    finally:
+        if collecting:
+            gc.enable()
+    return [times.measured() for times in steps.times], steps.loss_times.measured(), statistics.median(whole[1:])
+
+
+class _LayeredSteps:
+    """Runs steps layer by layer and keeps their times."""
+
+    def __init__(self, session: Session, blocks: Sequence[Block], batch: int, engine_start_s: float) -> None:
+        self.session, self.blocks, self.engine_start_s = session, blocks, engine_start_s
+        self.callers = [session.caller(block, batch) for block in blocks]
+        self.parameters = [[p for p in block.parameters.values() if p.requires_grad] for block in blocks]
+        self.inputs = session.traced.input_values(*session.arguments(batch)[0], **session.arguments(batch)[1])
+        self.target = session.targets(batch)
+        self.times = [_Times() for _ in blocks]
+        self.loss_times = _Times()
+
+    def run(self) -> None:
+        """One step."""
+        values, passes = dict(self.inputs), []
+        for block, call, times in zip(self.blocks, self.callers, self.times, strict=True):
+            leaves = self.session.leaves(block, [values[name] for name in block.inputs])
+            start = time.perf_counter()
+            outputs = call(leaves)
+            times.forward.append(time.perf_counter() - start)
+            values.update(zip(block.outputs, (output.detach() for output in outputs), strict=True))
+            passes.append((leaves, outputs))
+        gradients = self._loss(values)
+        for place in reversed(range(len(self.blocks))):
+            self._backward(place, *passes.pop(), gradients)
+
+    def _loss(self, values: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        leaves = self.session.output_leaves(values)
+        output = self.session.traced.output(leaves)
+        start = time.perf_counter()
+        with self.session.autocasting():
+            result = self.session.loss(output, self.target)
+        self.loss_times.forward.append(time.perf_counter() - start)
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        found = self._timed(self.loss_times, lambda: torch.autograd.grad(result, wanted, allow_unused=True))
+        names = [name for name, leaf in leaves.items() if leaf.requires_grad]
+        return {name: [gradient] for name, gradient in zip(names, found, strict=True) if gradient is not None}
+
+    def _backward(
+        self,
+        place: int,
+        leaves: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        gradients: dict[str, list[torch.Tensor]],
+    ) -> None:
+        block = self.blocks[place]
+        received = [
+            (output, gradients.pop(name))
+            for name, output in zip(block.outputs, outputs, strict=True)
+            if output.requires_grad and name in gradients
+        ]
+        entering = [(name, leaf) for name, leaf in zip(block.inputs, leaves, strict=True) if leaf.requires_grad]
+        wanted = [*(leaf for _, leaf in entering), *self.parameters[place]]
+        if not received or not wanted:
+            self.times[place].backward.append(0.0)
+            return
+
+        def backward() -> Sequence[torch.Tensor]:
+            summed = [sum_of_copies(found[0], len(found)) for _, found in received]
+            return torch.autograd.grad([output for output, _ in received], wanted, summed, allow_unused=True)
+
+        found = self._timed(self.times[place], backward)
+        for (name, _), gradient in zip(entering, found, strict=False):
+            if gradient is not None:
+                gradients.setdefault(name, []).append(gradient)
+
+    def _timed(self, times: _Times, backward: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        start = time.perf_counter()
+        found = backward()
+        times.backward.append(max(0.0, time.perf_counter() - start - self.engine_start_s))
+        return found

@@ -1,0 +1,267 @@
+"""Measure: every layer of a traced model, at several batches, on a device of this machine.
+
+Takes a `TracedModel`. Returns a `Profile`. Layers run alone (`sweep.py`), never holding more than a few layers'
+memory; on the CPU, models that fit into memory whole are timed inside of real steps instead (`in_step.py`). The
+whole step is timed in one piece beside them where it fits, so that the profile can say how far its layers' sum is
+from the truth. Ignores the optimizer and the loading of data.
+"""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from burstpool.cluster import catalogue
+from burstpool.errors import ProfileError
+from burstpool.job import Job
+from burstpool.model.block import Block
+from burstpool.model.replay import sum_of_outputs
+from burstpool.model.trace import TracedModel, trace
+from burstpool.profiling import cache
+from burstpool.profiling.in_step import measure_in_step
+from burstpool.profiling.profile import LayerProfile, Profile
+from burstpool.profiling.session import AUTOCAST, Session
+from burstpool.profiling.sweep import LayerRun, sweep
+from burstpool.profiling.timing import CpuStopwatch, Measured, Stopwatch, num_threads, stopwatch
+
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_EXAMPLE_BATCH = 4
+"""Samples of a job's data that its model is traced with."""
+_WHOLE_STEP_BYTES = 2**31
+"""On the CPU, steps whose activations are larger are not run in one piece."""
+
+Progress = Callable[[int, int, str], None]
+"""Told (done, total, what comes next)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BatchResult:
+    """All that was measured at one batch."""
+
+    runs: Sequence[LayerRun]
+    times: Sequence[Measured]
+    loss: Measured
+    whole_s: float | None
+
+
+def profile(
+    traced: TracedModel,
+    *,
+    device: str = "cpu",
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    target: Any = None,
+    autocast: str | None = None,
+    name: str | None = None,
+    threads: int = 1,
+    use_cache: bool = True,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measures each layer's forward and backward at each batch.
+
+    `device` is `"cpu"` (one worker of so many `threads`) or `"cuda"`, `"cuda:1"`, …; the model is moved there.
+    `loss(output, target)` is timed beside the layers; `target` belongs to the example the model was traced with.
+    Batches measured before, of the same layers on the same device with the same versions, come from the cache.
+    """
+    wanted = _checked_batches(batches)
+    if autocast not in (None, *AUTOCAST):
+        raise ProfileError(f"autocast={autocast!r} is not one of {', '.join(AUTOCAST)}")
+    session = Session(
+        traced=traced,
+        device=_checked_device(device),
+        autocast=autocast,
+        loss=loss or (lambda output, target: sum_of_outputs(output)),
+        target=target,
+    )
+    measurement = _Measurement(session, name=name or traced.graph.model, threads=threads)
+    path = cache.path(measurement.description())
+    known = cache.read(path) if use_cache else None
+    missing = [batch for batch in wanted if known is None or batch not in known.batches]
+    if missing:
+        measured = measurement.run(missing, progress or (lambda done, total, what: None))
+        known = measured if known is None else cache.merged(known, measured)
+        if use_cache:
+            known.save(path)
+    assert known is not None
+    return cache.selected(known, wanted)
+
+
+def profile_job(job: Job, *, fallback: Literal["modules"] | None = None, **options: Any) -> Profile:
+    """Traces a job's model on its own data and measures it with its own loss; `options` as for `profile`."""
+    example, target = job.samples(_EXAMPLE_BATCH)
+    traced = trace(job.build_model().train(), example, fallback=fallback)
+    return profile(traced, loss=job.loss, target=target, name=job.name, **options)
+
+
+class _Measurement:
+    """Runs the batches and puts the results together."""
+
+    def __init__(self, session: Session, *, name: str, threads: int) -> None:
+        self.session, self.name, self.threads = session, name, threads
+        self.blocks: list[Block] = session.traced.blocks()
+
+    def description(self) -> list[str]:
+        """All that the result depends on."""
+        options = [device_name(self.session.device, self.threads), self._dtype(), str(self.session.autocast), self.name]
+        versions = [f"{name} {version}" for name, version in _versions(self.session.device).items()]
+        layers = [f"{block.layers[0].name}: {block.signature()}" for block in self.blocks]
+        return [*options, str(self.session.traced.graph.training), *versions, *layers]
+
+    def run(self, batches: Sequence[int], progress: Progress) -> Profile:
+        """The largest batch first, so that running out of memory shows at once."""
+        self.session.traced.model.to(self.session.device)
+        steps = len(batches) * (len(self.blocks) + 1)
+        done = 0
+
+        def report(what: str) -> None:
+            nonlocal done
+            progress(done, steps, what)
+            done += 1
+
+        results = {}
+        with num_threads(self.threads), self.session.model_left_as_it_was():
+            watch = stopwatch(self.session.device)
+            for batch in sorted(batches, reverse=True):
+                try:
+                    with watch.context():
+                        results[batch] = self._batch(batch, watch, report)
+                except torch.OutOfMemoryError:
+                    raise ProfileError(f"{self.name} runs out of memory at batch {batch}; leave it out") from None
+        progress(steps, steps, "done")
+        return self._profile(results)
+
+    def _batch(self, batch: int, watch: Stopwatch, report: Callable[[str], None]) -> _BatchResult:
+        if isinstance(watch, CpuStopwatch) and self._fits_whole(batch):
+            runs, _ = sweep(self.session, self.blocks, batch, watch=None, report=report)
+            report(f"whole steps, batch {batch}")
+            times, loss, whole_s = self._checked(
+                batch, lambda: measure_in_step(self.session, self.blocks, batch, watch)
+            )
+            return _BatchResult(runs=runs, times=times, loss=loss, whole_s=whole_s)
+        runs, alone = sweep(self.session, self.blocks, batch, watch=watch, report=report)
+        report(f"whole step, batch {batch}")
+        whole = None
+        if self._fits_whole(batch):
+            whole = self._checked(batch, lambda: watch.whole(self.session.step(batch)))
+        assert alone is not None
+        return _BatchResult(runs=runs, times=[run.time for run in runs if run.time], loss=alone, whole_s=whole)
+
+    def _checked(self, batch: int, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ProfileError(f"{self.name} cannot run a step of batch {batch}: {reason}; leave it out") from error
+
+    def _fits_whole(self, batch: int) -> bool:
+        """Whether a whole step's activations, about two copies of every value, can be held at once."""
+        needed = 2 * sum(value.bytes_at(batch) for value in self.session.traced.graph.values().values())
+        if self.session.device.type == "cuda":
+            return needed < torch.cuda.mem_get_info(self.session.device)[0]
+        return needed < _WHOLE_STEP_BYTES
+
+    def _profile(self, results: Mapping[int, _BatchResult]) -> Profile:
+        device = self.session.device
+        return Profile(
+            model=self.name,
+            device=device_name(device, self.threads),
+            source=f"measured on {_hardware(device, self.threads)}",
+            layers=tuple(self._layer(index, results) for index in range(len(self.blocks))),
+            dtype=self._dtype(),
+            autocast=self.session.autocast,
+            step_s={batch: found.whole_s for batch, found in results.items() if found.whole_s is not None},
+            loss_forward_s={batch: found.loss.forward_s for batch, found in results.items()},
+            loss_backward_s={batch: found.loss.backward_s for batch, found in results.items()},
+            versions=_versions(device),
+        )
+
+    def _layer(self, index: int, results: Mapping[int, _BatchResult]) -> LayerProfile:
+        layer = self.session.traced.layers[index]
+        producers = self.session.traced.graph.producers()
+        times = {batch: found.times[index] for batch, found in results.items()}
+        largest = max(results)
+        return LayerProfile(
+            name=layer.name,
+            inputs=tuple(dict.fromkeys(producers[value] for value in layer.inputs)),
+            parameter_bytes=layer.parameter_bytes,
+            output_bytes_per_sample=sum(results[largest].runs[index].kept.output_bytes) // largest,
+            forward_s={batch: time.forward_s for batch, time in times.items()},
+            backward_s={batch: time.backward_s for batch, time in times.items()},
+            forward_spread_s={batch: time.forward_spread_s for batch, time in times.items()},
+            backward_spread_s={batch: time.backward_spread_s for batch, time in times.items()},
+            activation_bytes={batch: self._activation_bytes(found.runs, index) for batch, found in results.items()},
+            peak_memory_bytes={batch: found.runs[index].peak_bytes for batch, found in results.items()},
+            flops_per_sample=layer.flops_per_sample,
+            kind=layer.kind,
+        )
+
+    def _activation_bytes(self, runs: Sequence[LayerRun], index: int) -> int:
+        """What stays until backward because of this layer: its own, and its outputs if anyone keeps them."""
+        kept_later = {
+            block.inputs[place] for block, run in zip(self.blocks, runs, strict=True) for place in run.kept.inputs
+        }
+        own = runs[index].kept
+        names = self.blocks[index].outputs
+        return own.inside_bytes + sum(
+            size
+            for place, (name, size) in enumerate(zip(names, own.output_bytes, strict=True))
+            if place in own.outputs or name in kept_later
+        )
+
+    def _dtype(self) -> str:
+        dtype = next((p.dtype for p in self.session.traced.model.parameters()), torch.float32)
+        if dtype is torch.float32 and self.session.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+            return "tf32"
+        return DTYPES[dtype]
+
+
+def device_name(device: torch.device, threads: int) -> str:
+    """The type of device as the catalogue names it, where it knows it."""
+    if device.type == "cuda":
+        reported = torch.cuda.get_device_name(device)
+        return catalogue.match(reported) or reported
+    return "cpu-core" if threads == 1 else f"cpu-{threads}-cores"
+
+
+def _checked_device(device: str) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise ProfileError(f"unknown device {device!r}; pass cpu, cuda or cuda:N") from None
+    if target.type not in ("cpu", "cuda"):
+        raise ProfileError(f"cannot measure on device {device!r}; pass cpu, cuda or cuda:N")
+    if target.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (target.index or 0) >= count:
+            raise ProfileError(f"device {device!r} is not here: this machine has {count} CUDA devices")
+        return torch.device("cuda", target.index or 0)
+    return target
+
+
+def _checked_batches(batches: Sequence[int]) -> list[int]:
+    if not batches:
+        raise ProfileError("no batches to measure; pass e.g. batches=[1, 2, 4]")
+    for batch in batches:
+        if batch < 1:
+            raise ProfileError(f"batch {batch} must be at least 1")
+    return sorted(set(batches))
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = {"torch": torch.__version__, "python": platform.python_version()}
+    if device.type == "cuda":
+        found |= {
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        }
+    return found
+
+
+def _hardware(device: torch.device, threads: int) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, each layer in CUDA graphs"
+    return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"

@@ -1,0 +1,253 @@
+"""Timing: how long a layer's forward and backward take when it runs alone.
+
+Takes a `Work` (one forward, and what its backward computes). Returns medians and spreads. On the CPU each pass is
+timed by the wall clock; on CUDA passes are captured in graphs, many repeats to a graph, so that neither the
+interpreter nor a graph's launch is part of the result. The start of the autograd engine, which real training pays
+once a step and not once a layer, is measured on an empty graph and taken off.
+"""
+
+import contextlib
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+TARGET_S = 0.15
+"""Time to spend on the repeats of one pass."""
+MIN_REPEATS, MAX_REPEATS = 3, 60
+_GRAPH_S = 1e-3
+"""Work in one CUDA graph; its launch, about 10 µs, is then below 1%."""
+_MAX_COPIES = 50
+"""Repeats in one CUDA graph at most, to bound the time to capture it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Seconds of repeated passes."""
+
+    forward_s: float
+    backward_s: float
+    forward_spread_s: float
+    """Interquartile range."""
+    backward_spread_s: float
+
+    @classmethod
+    def of(cls, forward: Sequence[float], backward: Sequence[float]) -> "Measured":
+        """Medians and spreads of these times."""
+        return cls(
+            forward_s=statistics.median(forward),
+            backward_s=statistics.median(backward),
+            forward_spread_s=_spread(forward),
+            backward_spread_s=_spread(backward),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A pass forward, and how to go back."""
+
+    forward: Callable[[], Sequence[torch.Tensor]]
+    """Runs forward under autograd; returns the differentiable results."""
+    wanted: Sequence[torch.Tensor]
+    """What backward computes gradients of: differentiable inputs and parameters."""
+    consumers: Sequence[int]
+    """How many layers take each result; their gradients are summed when backward starts."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything flows back at all."""
+        return bool(self.consumers) and bool(self.wanted)
+
+    def backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, again: bool) -> Any:
+        """One backward; `again` keeps what another one on the same outputs needs."""
+        summed = [sum_of_copies(g, n) for g, n in zip(gradients, self.consumers, strict=True)]
+        return torch.autograd.grad(outputs, self.wanted, summed, retain_graph=again, allow_unused=True)
+
+
+def sum_of_copies(gradient: torch.Tensor, copies: int) -> torch.Tensor:
+    """The additions that a value taken by several layers needs before its backward."""
+    total = gradient
+    for _ in range(copies - 1):
+        total = total + gradient
+    return total
+
+
+class Stopwatch(Protocol):
+    """Times work on one kind of device."""
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Everything that is measured must be built and run inside of this."""
+        ...
+
+    def measure(self, work: Work) -> Measured:
+        """Median and spread of both passes."""
+        ...
+
+    def whole(self, step: Callable[[], Any]) -> float:
+        """Median seconds of a whole step."""
+        ...
+
+
+class CpuStopwatch:
+    """The wall clock."""
+
+    def __init__(self) -> None:
+        self.engine_start_s = _engine_start_s()
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing to prepare."""
+        return contextlib.nullcontext()
+
+    def measure(self, work: Work) -> Measured:
+        """Alternates forward and backward, as training does."""
+        forward: list[float] = []
+        backward: list[float] = []
+
+        def once() -> None:
+            start = time.perf_counter()
+            outputs = work.forward()
+            forward.append(time.perf_counter() - start)
+            if work.has_backward:
+                gradients = [torch.ones_like(output) for output in outputs]
+                start = time.perf_counter()
+                work.backward(outputs, gradients, again=False)
+                backward.append(max(0.0, time.perf_counter() - start - self.engine_start_s))
+
+        repeat(once)
+        return Measured.of(forward[1:], backward[1:] or [0.0])  # the first pass warms up
+
+    def whole(self, step: Callable[[], Any]) -> float:
+        """Forward, loss and backward in one piece."""
+        times: list[float] = []
+
+        def once() -> None:
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+
+        repeat(once)
+        return statistics.median(times[1:])
+
+
+class CudaStopwatch:
+    """CUDA graphs between CUDA events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._anchor = torch.cuda.CUDAGraph()  # keeps the memory pool, which all later graphs use, alive
+        with torch.cuda.stream(self._stream):
+            self._anchor.capture_begin()
+            self._kept = torch.zeros(1, device=device)
+            self._anchor.capture_end()
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream that is captured: autograd runs a backward on the stream where its graph was built."""
+        return torch.cuda.stream(self._stream)  # type: ignore[no-any-return]
+
+    def measure(self, work: Work) -> Measured:
+        """Forward and backward in graphs of their own."""
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):  # libraries choose their kernels on the first call
+                outputs = work.forward()
+                gradients = [torch.ones_like(output) for output in outputs]
+                if work.has_backward:
+                    work.backward(outputs, gradients, again=True)
+            once_s = self._eager_s(work.forward)
+        forward = self._graphed(work.forward, once_s)
+        if not work.has_backward:
+            return Measured.of(forward, [0.0])
+        # Backward's kernels run on the stream its forward ran on, which is the one that is captured.
+        backward = self._graphed(lambda: work.backward(outputs, gradients, again=True), 2 * once_s)
+        return Measured.of(forward, backward)
+
+    def whole(self, step: Callable[[], Any]) -> float:
+        """The step as one graph, as a well-run job would replay it."""
+        with torch.cuda.stream(self._stream):
+            step()
+            step()
+            once_s = self._eager_s(step)
+        return statistics.median(self._graphed(step, once_s))
+
+    def _eager_s(self, function: Callable[[], Any]) -> float:
+        self._stream.synchronize()
+        start = time.perf_counter()
+        function()
+        self._stream.synchronize()
+        return time.perf_counter() - start
+
+    def _graphed(self, function: Callable[[], Any], once_s: float) -> list[float]:
+        """Seconds of one call, from several replays of a graph that holds many."""
+        copies = max(1, min(_MAX_COPIES, round(_GRAPH_S / once_s)))
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            # Not `torch.cuda.graph(…)`: it collects garbage and empties the allocator's cache, 0.1 s a layer.
+            graph.capture_begin(pool=self._anchor.pool())
+            try:
+                for _ in range(copies):
+                    function()
+            finally:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # a layer of views only
+                    graph.capture_end()
+            graph.replay()
+            replays = max(5, min(MAX_REPEATS, round(0.1 * TARGET_S / (once_s * copies))))
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+            events[0].record()
+            for event in events[1:]:
+                graph.replay()
+                event.record()
+            self._stream.synchronize()
+        return [a.elapsed_time(b) / 1e3 / copies for a, b in itertools.pairwise(events)]
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """The one for this device."""
+    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
+
+
+@contextlib.contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Runs with so many CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def repeat(once: Callable[[], None], *, target_s: float = TARGET_S, most: int = MAX_REPEATS) -> None:
+    """Once to warm up, then for about the target time."""
+    once()
+    start = time.perf_counter()
+    for done in range(1, most + 1):
+        once()
+        if done >= MIN_REPEATS and time.perf_counter() - start > target_s:
+            return
+
+
+def _engine_start_s() -> float:
+    """What `torch.autograd.grad` costs besides the gradients."""
+    leaf = torch.zeros(1, requires_grad=True)
+    gradient = torch.zeros(1)
+    times = []
+    for _ in range(200):
+        result = leaf.view_as(leaf)
+        start = time.perf_counter()
+        torch.autograd.grad((result,), (leaf,), (gradient,), allow_unused=True)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _spread(times: Sequence[float]) -> float:
+    if len(times) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4)
+    return high - low

@@ -1,0 +1,1 @@
+"""Reports: what happened, or would happen, as a picture."""

@@ -1,0 +1,1 @@
+"""Schedules: a plan as ordered actions a device; checked, timed and drawn here, run in `run/`."""
