@@ -9,6 +9,7 @@ docs/compatibility.md with --write.
 
 import argparse
 import datetime
+import functools
 import json
 import platform
 import re
@@ -71,7 +72,7 @@ def torchvision_models() -> Iterator[tuple[str, Callable[[], tuple[torch.nn.Modu
 
     for kind, names in TORCHVISION.items():
         for name in names:
-            yield f"torchvision {name}", lambda kind=kind, name=name: build(kind, name)
+            yield f"torchvision {name}", functools.partial(build, kind, name)
 
 
 def transformers_models() -> Iterator[tuple[str, Callable[[], tuple[torch.nn.Module, Any]]]]:
@@ -90,10 +91,15 @@ def transformers_models() -> Iterator[tuple[str, Callable[[], tuple[torch.nn.Mod
     vision = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     grouped = {**wide, "num_key_value_heads": 2}
     both = {"input_ids": tokens, "decoder_input_ids": tokens, "use_cache": False}
+    distil = {"vocab_size": 100, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128}
+    t5 = {"vocab_size": 100, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    bart = {"vocab_size": 100, "d_model": 64}
+    for part in ("encoder", "decoder"):
+        bart |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 128}
     cases = {
         "BertForMaskedLM": (t.BertConfig(**wide), text),
         "RobertaForMaskedLM": (t.RobertaConfig(**wide), text),
-        "DistilBertForMaskedLM": (t.DistilBertConfig(vocab_size=100, dim=64, n_layers=2, n_heads=4, hidden_dim=128), text),
+        "DistilBertForMaskedLM": (t.DistilBertConfig(**distil), text),
         "ElectraForPreTraining": (t.ElectraConfig(**wide, embedding_size=64), text),
         "DebertaV2ForMaskedLM": (t.DebertaV2Config(**wide), text),
         "GPT2LMHeadModel": (t.GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=4), decoder),
@@ -104,17 +110,18 @@ def transformers_models() -> Iterator[tuple[str, Callable[[], tuple[torch.nn.Mod
         "GemmaForCausalLM": (t.GemmaConfig(**grouped, head_dim=16), decoder),
         "Phi3ForCausalLM": (t.Phi3Config(**grouped, pad_token_id=0), decoder),
         "MixtralForCausalLM": (t.MixtralConfig(**grouped, num_local_experts=4), decoder),
-        "T5ForConditionalGeneration": (t.T5Config(vocab_size=100, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4), both),
-        "BartForConditionalGeneration": (t.BartConfig(vocab_size=100, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128), both),
+        "T5ForConditionalGeneration": (t.T5Config(**t5), both),
+        "BartForConditionalGeneration": (t.BartConfig(**bart), both),
         "ViTForImageClassification": (t.ViTConfig(**vision, image_size=32, patch_size=8), image),
         "DeiTForImageClassification": (t.DeiTConfig(**vision, image_size=32, patch_size=8), image),
         "MambaForCausalLM": (t.MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, state_size=8), decoder),
     }  # fmt: skip
     for name, (config, example) in cases.items():
-        yield (
-            f"transformers {name}",
-            lambda name=name, config=config, example=example: (getattr(t, name)(config), example),
-        )
+        yield f"transformers {name}", functools.partial(_build, getattr(t, name), config, example)
+
+
+def _build(model: Callable[[Any], torch.nn.Module], config: Any, example: Any) -> tuple[torch.nn.Module, Any]:
+    return model(config), example
 
 
 def examine(build: Callable[[], tuple[torch.nn.Module, Any]], device: str) -> dict[str, Any]:
@@ -130,11 +137,8 @@ def examine(build: Callable[[], tuple[torch.nn.Module, Any]], device: str) -> di
         try:
             traced = trace(model, example)
         except TraceError as error:
-            return {
-                "traced": False,
-                "reason": f"{error}{_fallback(model, example)}",
-                "seconds": time.perf_counter() - start,
-            }
+            seconds = time.perf_counter() - start
+            return {"traced": False, "reason": f"{error}{_fallback(model, example)}", "seconds": seconds}
         seconds = time.perf_counter() - start
         try:
             found = check_step(traced, example, batch=3)
@@ -145,9 +149,8 @@ def examine(build: Callable[[], tuple[torch.nn.Module, Any]], device: str) -> di
     if dtype is torch.float32:
         row["reason"] = "in fp32: its operators have no fp64 form"
     if not right:
-        row["reason"] = (
-            f"differs: outputs equal {found.outputs_equal}, buffers equal {found.buffers_equal}, gradients {found.gradient_error:.1e}"
-        )
+        equal = f"outputs equal {found.outputs_equal}, buffers equal {found.buffers_equal}"
+        row["reason"] = f"differs: {equal}, gradients {found.gradient_error:.1e}"
     return row
 
 
@@ -178,9 +181,8 @@ def table(rows: dict[str, dict[str, Any]], device: str) -> str:
     ]
     for model, row in rows.items():
         remark = re.sub(r"\S*/site-packages/", "", " ".join(row.get("reason", "").split())).replace("|", "\\|")
-        lines.append(
-            f"| {model} | {'yes' if row['traced'] else 'no'} | {row.get('layers', '')} | {row['seconds']:.1f} | {remark} |"
-        )
+        cells = (model, "yes" if row["traced"] else "no", row.get("layers", ""), f"{row['seconds']:.1f}", remark)
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)
 
 

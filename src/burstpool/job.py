@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,7 +183,7 @@ def _file_function(source: str) -> tuple[str, Callable[..., Any]]:
 
 def _import_file(path: Path) -> Any:
     """Imports the file under a name of its own, with its folder on the path so that its neighbours import."""
-    name = f"burstpool_job_{path.stem}_{abs(hash(path.resolve())):x}"
+    name = f"burstpool_job_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):x}"  # the same in every process
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

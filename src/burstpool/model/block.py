@@ -40,6 +40,16 @@ class Block:
         names = dict.fromkeys(name for layer in self.layers for name in layer.parameters)
         return {name: getattr(*_home(self._model, name)) for name in names}
 
+    @property
+    def state(self) -> tuple[str, ...]:
+        """State-dict keys of all parameters and buffers that its code uses."""
+        return tuple(dict.fromkeys(key for code in self._codes for key in code.state))
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Its parameters and buffers by state-dict key, as they are in the model now."""
+        return {key: getattr(*_home(self._model, key)) for code in self._codes for key in code.state}
+
     def signature(self) -> str:
         """The same text for two blocks that do the same work on the same shapes."""
         sizes = [str(tuple(p.shape)) + str(p.dtype) for p in self.parameters.values()]

@@ -2,12 +2,15 @@
 
 Takes the captured operators of a layer. Returns an `OperatorCode`, which runs at any batch size, on any device,
 with the model's own parameters or with others of the same shapes. Operators that overwrite a value another layer
-made become their out-of-place forms, so that a layer never changes what it is given.
+made become their out-of-place forms, so that a layer never changes what it is given. Single operators of it can be
+replaced by functions (`with_operators`), which is how samples split over devices are normalised together.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import getitem
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import sympy
 import torch
@@ -35,6 +38,41 @@ class LayerCode(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """Where a tensor keeps its samples: dimension `dim` counts `before` × samples × `after`, the last fastest."""
+
+    dim: int
+    before: int = 1
+    after: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One call of an operator in a layer's code."""
+
+    operator: torch._ops.OpOverload
+    place: int
+    """How many operators come before it in the layer; the same in every process that traces the model."""
+    arguments: tuple[Any, ...]
+    """As captured: plain values as they are, tensors as nodes of a graph."""
+    samples: Fold | None
+    """Where its first argument keeps the samples; None where that cannot be told, or there are none."""
+
+
+Replace = Callable[[Site], Callable[..., Any] | None]
+"""What to call in an operator's place, with the same arguments; None leaves it as it is."""
+
+
+@runtime_checkable
+class ReplaceableCode(Protocol):
+    """Layer code whose operators can be replaced."""
+
+    def with_operators(self, replace: Replace) -> "LayerCode":
+        """The same code with other operators."""
+        ...
+
+
 class OperatorCode:
     """A layer as captured operators."""
 
@@ -54,6 +92,7 @@ class OperatorCode:
         self.state = tuple(keys[node.name] for node in stored)
         self._constants = [capture.constants[node.name] for node in constants]
         self._traced_on = device
+        self._capture = capture
         builder = _Builder(capture, device=device)
         builder.take("constants", constants)
         builder.take("state", stored)
@@ -75,6 +114,94 @@ class OperatorCode:
     def signature(self) -> str:
         """The generated code: names in it depend only on the operators and their order."""
         return str(self._module.code)
+
+    def with_operators(self, replace: Replace) -> "OperatorCode":
+        """The same layer, with the operators replaced for which `replace` returns a function."""
+        module = _replaced(self._module, replace, self._capture)
+        if module is self._module:
+            return self
+        changed = copy.copy(self)
+        changed._module, changed._run = module, module.forward
+        return changed
+
+
+def _replaced(module: fx.GraphModule, replace: Replace, capture: Capture, *, first: int = 0) -> fx.GraphModule:
+    """A copy of the module with replaced operators; the module itself where none is."""
+    functions: dict[str, Callable[..., Any]] = {}
+    parts: dict[str, Any] = {}
+    place = first
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            samples = _fold(node.args[0], capture) if node.args else None
+            function = replace(Site(operator=node.target, place=place, arguments=node.args, samples=samples))
+            if function is not None:
+                functions[node.name] = function
+            place += 1
+        elif node.op == "get_attr":
+            parts[node.target] = part = getattr(module, node.target)
+            if isinstance(part, fx.GraphModule):  # the body of an autocast or no_grad region
+                parts[node.target] = _replaced(part, replace, capture, first=place)
+                place += len(part.graph.nodes)
+    if not functions and all(part is getattr(module, name) for name, part in parts.items()):
+        return module
+    graph = copy.deepcopy(module.graph)
+    for node in graph.nodes:
+        node.target = functions.get(node.name, node.target)
+    return fx.GraphModule(parts, graph)
+
+
+def _fold(node: Any, capture: Capture) -> Fold | None:
+    """Where the node's result keeps its samples."""
+    found = _growing(node, capture)
+    if found is None:
+        return None
+    dim, _, size = found
+    if size == BATCH_SYMBOL:
+        return Fold(dim=dim)
+    copies = size / BATCH_SYMBOL
+    if not copies.is_Integer:
+        return None
+    # Follow the folded dimension back to the view that folded it; what lies in between leaves its order alone.
+    while isinstance(node, fx.Node):
+        source = next((x for x in node.all_input_nodes if _growing(x, capture) is not None), None)
+        before = _growing(source, capture)
+        if before is None:
+            return None
+        if before[2] == BATCH_SYMBOL:
+            after = _growing(node, capture)
+            assert after is not None
+            outer, rest = divmod(before[1], after[1])
+            if rest or int(copies) % outer or _unordered(node):
+                return None
+            return Fold(dim=dim, before=outer, after=int(copies) // outer)
+        if before[2] != size:
+            return None
+        node = source
+    return None
+
+
+def _growing(node: Any, capture: Capture) -> tuple[int, int, sympy.Expr] | None:
+    """The only dimension that grows with the batch, how many elements the dimensions before it count, its size."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes = [capture.size(size) for size in value.shape]
+    dims = [dim for dim, size in enumerate(sizes) if isinstance(size, sympy.Expr)]
+    if len(dims) != 1:
+        return None
+    outer = 1
+    for size in sizes[: dims[0]]:
+        outer *= int(size)
+    return dims[0], outer, sizes[dims[0]]
+
+
+def _unordered(node: fx.Node) -> bool:
+    """Whether the operator is no view, so that the order of its elements is not that of its input."""
+    return getattr(node.target, "overloadpacket", None) not in _VIEWS
+
+
+_VIEWS = {torch.ops.aten.view, torch.ops.aten.reshape, torch.ops.aten.flatten, torch.ops.aten.unflatten,
+          torch.ops.aten._unsafe_view}  # fmt: skip
 
 
 def _with_free_sources(nodes: Sequence[fx.Node], inputs: set[fx.Node], capture: Capture) -> list[fx.Node]:
@@ -109,6 +236,7 @@ class _Builder:
         sequence = self.graph.placeholder(name)
         for index, node in enumerate(nodes):
             self.made[node] = self.graph.call_function(getitem, (sequence, index))
+            self.made[node].meta["val"] = node.meta.get("val")
 
     def protect(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> None:
         """Copies those inputs that the layer overwrites in a way no out-of-place operator can stand in for."""
@@ -134,6 +262,7 @@ class _Builder:
             target = node.target if self._overwritten_input(node) is None else _out_of_place(node)
             assert callable(target)
             self.made[node] = self.graph.call_function(target, self._map(node.args), self._map(node.kwargs))
+            self.made[node].meta["val"] = node.meta.get("val")
 
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
         """The runnable module."""

@@ -1,8 +1,8 @@
 """Tracing by modules: the fallback where operators cannot be captured.
 
-Runs the model once and watches which module calls hand tensors to one another. A module whose tensors all come
-straight out of its children is split into them, and they in turn; a module that does anything in between stays
-whole. Takes a module and its arguments, returns a `TracedModel`. FLOPs are not counted, and a module that folds
+Runs the model once and watches which module calls hand tensors to one another. A module that only hands tensors
+from child to child is split into them, and they in turn; a module that runs any operator of its own, if only to
+decide which child to call, stays whole. Takes a module and its arguments, returns a `TracedModel`. FLOPs are not counted, and a module that folds
 samples into other dimensions is only found out by running it.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from burstpool.errors import TraceError
 from burstpool.model.capture import batch_of, flatten_arguments, resize_batch
@@ -31,6 +32,8 @@ class _Call:
     results: list[Any] = field(default_factory=list)
     result_spec: pytree.TreeSpec | None = None
     children: "list[_Call]" = field(default_factory=list)
+    works_itself: bool = False
+    """Whether it runs any operator outside of its children, be it only to decide which of them to call."""
 
 
 class ModuleCode:
@@ -126,7 +129,7 @@ def _watch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             if path:
                 handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad(), _Watcher(open_calls):
             result = model(*args, **kwargs)
     finally:
         for handle in handles:
@@ -138,8 +141,22 @@ def _watch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return root
 
 
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which module call runs each operator."""
+
+    def __init__(self, open_calls: list[_Call]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._open_calls = open_calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._open_calls[-1].works_itself = True
+        return func(*args, **(kwargs or {}))
+
+
 def _split(call: _Call) -> list[_Call]:
     """The call's children, split in turn, where they alone make its result; else the call itself."""
+    if call.works_itself:
+        return [call]
     known = {id(leaf) for leaf in call.arguments if isinstance(leaf, torch.Tensor)}
     for child in call.children:
         if any(isinstance(leaf, torch.Tensor) and id(leaf) not in known for leaf in child.arguments):

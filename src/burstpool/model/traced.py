@@ -3,8 +3,10 @@
 Joins the three parts of a trace: the layers as data (`LayerGraph`), their code, and the shape of the user's call.
 """
 
+import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils import _pytree as pytree
 from burstpool.errors import TraceError
 from burstpool.model.block import Block
 from burstpool.model.capture import flatten_arguments
-from burstpool.model.code import LayerCode
+from burstpool.model.code import LayerCode, ReplaceableCode, Site
 from burstpool.model.graph import Layer, LayerGraph
 
 
@@ -58,6 +60,18 @@ class TracedModel:
         places = range(1, len(self.layers)) if cuts is None else sorted(cuts)
         edges = [0, *places, len(self.layers)]
         return [self.block(a, b) for a, b in itertools.pairwise(edges)]
+
+    def with_operators(self, replace: Callable[[Layer, Site], Callable[..., Any] | None]) -> "TracedModel":
+        """The same model with some operators replaced: asks, for each, what to call in its place; None keeps it.
+
+        Layers that are whole modules (`fallback="modules"`) stay as they are.
+        """
+        changed = copy.copy(self)
+        changed._codes = tuple(
+            code.with_operators(partial(replace, layer)) if isinstance(code, ReplaceableCode) else code
+            for layer, code in zip(self.layers, self._codes, strict=True)
+        )
+        return changed
 
     def input_values(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """The model's arguments as named values of the graph."""

@@ -39,12 +39,12 @@ def kept_by(
     """Runs forward once and looks at what autograd saves."""
     saved: dict[int, int] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Keeps nothing: there is no backward, and a result that its own graph keeps would never be freed.
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         outputs = forward()
     places_in = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(inputs)}
     places_out = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(outputs)}
@@ -65,7 +65,7 @@ def peak_bytes(work: Work, *, given: Iterable[torch.Tensor], device: torch.devic
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         _once(work)
-        return base + int(torch.cuda.max_memory_allocated(device)) - before
+        return int(base + torch.cuda.max_memory_allocated(device) - before)
     with _LivingStorages() as living:
         _once(work)
     return base + living.peak_bytes

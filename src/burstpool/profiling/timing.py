@@ -138,7 +138,7 @@ class CudaStopwatch:
     """CUDA graphs between CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._anchor = torch.cuda.CUDAGraph()  # keeps the memory pool, which all later graphs use, alive
         with torch.cuda.stream(self._stream):
@@ -148,7 +148,7 @@ class CudaStopwatch:
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """The stream that is captured: autograd runs a backward on the stream where its graph was built."""
-        return torch.cuda.stream(self._stream)  # type: ignore[no-any-return]
+        return torch.cuda.stream(self._stream)
 
     def measure(self, work: Work) -> Measured:
         """Forward and backward in graphs of their own."""
@@ -198,7 +198,7 @@ class CudaStopwatch:
                     graph.capture_end()
             graph.replay()
             replays = max(5, min(MAX_REPEATS, round(0.1 * TARGET_S / (once_s * copies))))
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
             events[0].record()
             for event in events[1:]:
                 graph.replay()

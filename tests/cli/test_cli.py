@@ -1,0 +1,100 @@
+"""The command line: what people see, one line for a mistake, one JSON object for machines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burstpool.cli.app import app, run
+from burstpool.profiling.profile import Profile
+
+
+def test_profile_shows_a_table_and_writes_a_profile_that_loads_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    assert run(["profile", "zoo:tiny_mlp", "--batches", "1,2", "--set", "width=8", "-o", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "layers.1" in shown
+    assert "batch 2" in shown
+    assert "sum/whole" in shown
+    profile = Profile.load(path)
+    assert profile.batches == (1, 2)
+    assert run(["profile", str(path), "--json"]) == 0
+    assert Profile.from_json(capsys.readouterr().out) == profile
+
+
+def test_profile_json_is_one_object_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "zoo:tiny_mlp", "--batches", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "tiny_mlp"
+
+
+def test_profile_imports_and_estimates_measurements_of_others(
+    shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shared_data / "deeppool_a100" / "A100_vgg.prof"
+    assert run(["profile", str(source), "--estimate", "V100"]) == 0
+    shown = capsys.readouterr().out
+    assert "on V100" in shown
+    assert "estimated from A100" in shown
+
+
+def test_demo_tells_the_story(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "zoo:tiny_mlp"]) == 0
+    shown = capsys.readouterr().out
+    assert "traced into layers" in shown
+    assert "A sample costs" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["fly"], "No such command 'fly'"),
+        (["profile"], "Missing argument 'JOB'"),
+        (["profile", "zoo:tiny_mlp", "--wings", "2"], "No such option"),
+        (["profile", "zoo:none"], "the zoo has no 'none'"),
+        (["profile", "zoo:tiny_mlp", "--batches", "1,two"], "--batches 1,two is not a list of whole numbers"),
+        (["profile", "zoo:tiny_mlp", "--set", "width"], "name=value"),
+        (["profile", "zoo:tiny_mlp", "--set", "width=wide"], "width=wide for zoo:tiny_mlp"),
+        (["profile", "zoo:tiny_mlp", "--device", "cuda:77"], "this machine has"),
+        (["profile", "zoo:tiny_mlp", "--autocast", "fp4"], "autocast='fp4' is not one of"),
+        (["profile", "zoo:tiny_mlp", "--fallback", "hope"], "the only fallback is modules"),
+        (["profile", "zoo:tiny_mlp", "--threads", "0"], "--threads"),
+        (["profile", "none.json"], "cannot read none.json"),
+        (["cluster", "none.toml"], "none.toml"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("burstpool: error: ")
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    shown = capsys.readouterr().out
+    for command in app.registered_commands:
+        assert command.callback is not None
+        assert command.callback.__name__ in shown
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.strip().count(".") == 2
+
+
+def test_an_unwritable_output_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(["profile", "zoo:tiny_mlp", "--batches", "2", "-o", str(tmp_path / "file" / "x.json")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_the_installed_command_ends_with_the_status() -> None:
+    command = [sys.executable, "-c", "from burstpool.cli import main; main()", "profile", "zoo:none"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,342 @@
+"""Tracing: layers that, run one by one, do exactly what the model does."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from burstpool import load_job, trace
+from burstpool.errors import TraceError
+from burstpool.model import zoo
+from burstpool.model.check import check_step
+from burstpool.model.graph import LayerGraph
+
+# Same operators in the same order give the same bits; only sums over several consumers may be added in another order.
+GRADIENT_TOLERANCE = 1e-12
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*_flat_weights.*:UserWarning")  # torch.export on an LSTM
+
+
+def in_fp64(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree
+    )
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_zoo_model_runs_the_same_layer_by_layer(name: str, training: bool) -> None:
+    job = load_job(f"zoo:{name}", zoo.SMALL.get(name, {}))
+    example, target = in_fp64(job.samples(5))
+    traced = trace(job.build_model().double().train(training), example)
+    found = check_step(traced, example, batch=5, loss=lambda output: job.loss(output, target))
+    assert found.within(GRADIENT_TOLERANCE), found
+    assert LayerGraph.from_json(traced.graph.to_json()) == traced.graph
+
+
+class Everything(nn.Module):
+    """Branches, a residual, in-place writes, a tied weight, an LSTM, attention, several inputs and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.positions = nn.Parameter(torch.randn(6, 8))
+        self.norm = nn.BatchNorm1d(6)
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.act = nn.ReLU(inplace=True)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, tokens: Tensor, *, scale: Tensor) -> dict[str, Any]:
+        x = self.embedding(tokens) + self.positions
+        x = self.norm(x)
+        y = self.left(x)
+        y += self.right(x)
+        y = self.act(y)
+        z, (hidden, _) = self.lstm(y)
+        mask = torch.triu(torch.ones(6, 6, dtype=torch.bool), 1)
+        z, _ = self.attention(z, z, z, attn_mask=mask, need_weights=False)
+        z = self.dropout(z) * scale[:, None, None]
+        folded = z.reshape(-1, 8) @ self.embedding.weight.t()
+        return {"logits": folded.view(tokens.shape[0], 6, 20), "more": [hidden, y.mean(1)], "count": 6}
+
+
+@pytest.fixture
+def everything() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    example = {"tokens": torch.randint(20, (4, 6)), "scale": torch.rand(4).double()}
+    return Everything().double(), example
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 9])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_it_runs_at_batches_it_was_not_traced_with(
+    everything: tuple[nn.Module, dict[str, Tensor]], training: bool, batch: int
+) -> None:
+    model, example = everything
+    found = check_step(trace(model.train(training), example), example, batch=batch)
+    assert found.within(GRADIENT_TOLERANCE), found
+
+
+def test_layers_have_the_names_of_the_users_modules(everything: tuple[nn.Module, dict[str, Tensor]]) -> None:
+    names = [layer.name for layer in trace(*everything).layers]
+    assert {"embedding", "norm", "left", "right", "lstm", "attention"} <= set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_the_graph_says_what_flows_and_what_weighs(everything: tuple[nn.Module, dict[str, Tensor]]) -> None:
+    graph = trace(*everything).graph
+    assert {value.name: value.shape for value in graph.inputs} == {"tokens": ("batch", 6), "scale": ("batch",)}
+    tied = [layer.name for layer in graph.layers if "embedding.weight" in layer.parameters]
+    assert len(tied) == 2
+    assert graph.parameter_bytes == sum(p.numel() * 8 for p in everything[0].parameters())
+    assert graph.layer("left").flops_per_sample == 2 * 6 * 8 * 8
+    assert graph.layer("lstm").flops_per_sample == 2 * 6 * (4 * 8 * 8 + 4 * 8 * 8)
+    value = graph.layer("left").outputs[0]
+    assert (value.sample_dim, value.bytes_per_sample, value.differentiable) == (0, 6 * 8 * 8, True)
+    assert graph.layer("norm").mixes_samples
+    assert not graph.layer("left").mixes_samples
+    assert [layer.name for layer in graph.layers if layer.random] == ["dropout"] or any(
+        "dropout" in layer.kind for layer in graph.layers if layer.random
+    )
+    assert "dropout" not in {layer.kind for layer in trace(everything[0].eval(), everything[1]).layers if layer.random}
+
+
+def test_layers_follow_the_models_parameters_wherever_they_go(
+    everything: tuple[nn.Module, dict[str, Tensor]],
+) -> None:
+    model, example = everything
+    traced = trace(model.eval(), example)
+    other = Everything().double()
+    model.load_state_dict(other.state_dict())
+    for expected, found in zip(
+        torch.utils._pytree.tree_leaves(other.eval()(**example)),
+        torch.utils._pytree.tree_leaves(traced(**example)),
+        strict=True,
+    ):
+        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(found))
+    model.norm.running_mean = torch.randn(6).double()  # as `model.to(…)` does: a new tensor
+    assert torch.equal(model(**example)["logits"], traced(**example)["logits"])
+
+
+def test_a_block_runs_forward_and_backward_on_its_own(everything: tuple[nn.Module, dict[str, Tensor]]) -> None:
+    model, example = everything
+    block = trace(model, example).block("left")
+    assert (block.inputs, block.outputs) == (("norm",), ("left",))
+    x = torch.randn(7, 6, 8).double()
+    run = block.run(x)
+    expected = model.left(x)
+    assert torch.equal(run.outputs[0], expected)
+    (gradient,) = run.backward([torch.ones_like(expected)])
+    reference = x.clone().requires_grad_()
+    F.linear(reference, model.left.weight, model.left.bias).sum().backward()
+    assert torch.equal(gradient, reference.grad)
+    assert model.left.weight.grad is not None
+    assert model.right.weight.grad is None
+
+
+def test_a_block_takes_other_weights_in_place_of_the_models(
+    everything: tuple[nn.Module, dict[str, Tensor]],
+) -> None:
+    block = trace(*everything).block("left")
+    x = torch.randn(2, 6, 8).double()
+    weight = torch.randn(8, 8).double()
+    (found,) = block(x, state={"left.weight": weight})
+    assert torch.equal(found, F.linear(x, weight, everything[0].left.bias))
+
+
+class WritesAnOldView(nn.Module):
+    """Reads a view after its memory was overwritten: what the reader sees is not written in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        view = y[..., 1:]
+        self.act(y)
+        return self.second(y) + F.pad(view, (1, 0))
+
+
+class CallsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class SplitsAndFolds(nn.Module):
+    """Chunks, and samples folded into another dimension between two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.a(x).chunk(2, dim=-1)
+        folded = left.reshape(-1, 4)
+        return self.c(self.b(folded)).view(x.shape[0], 3, 4) * right
+
+
+class FrozenAndDetached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.frozen(x)
+        with torch.no_grad():
+            still = self.a(x)
+        return self.b(self.a(x)) + still, x.detach()
+
+
+class UsesPositionsTwice(nn.Module):
+    """Learned values without samples that two layers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(3, 4)
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        where = self.positions(torch.arange(3, device=x.device))
+        return self.a(x + where) * where
+
+
+@pytest.mark.parametrize("cls", [WritesAnOldView, CallsTwice, SplitsAndFolds, FrozenAndDetached, UsesPositionsTwice])
+def test_hard_cases_run_the_same(cls: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, example = cls().double(), torch.randn(4, 3, 4).double()
+    traced = trace(model, example)
+    for batch in (1, 4, 6):
+        found = check_step(traced, example, batch=batch)
+        assert found.within(GRADIENT_TOLERANCE), (batch, found)
+
+
+def test_a_layer_never_changes_what_it_is_given() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return self.b(self.act(y)) + y
+
+    traced = trace(Net(), torch.randn(2, 4))
+    for block in traced.blocks():
+        inputs = [torch.randn(3, 4) for _ in block.inputs]
+        before = copy.deepcopy(inputs)
+        block(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+class BranchesOnValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.middle = Undecided()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1000:
+            return x
+        return self.linear(x)
+
+
+class FixesTheBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(4, 2, 2).sum(1)
+
+
+def test_what_cannot_be_traced_names_the_users_line_and_what_to_change() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(BranchesOnValues(), torch.randn(2, 4))
+    message = str(caught.value)
+    assert "test_trace.py:" in message
+    assert "if x.sum() > 1000:" in message
+    assert "torch.where" in message
+    assert 'fallback="modules"' in message
+    assert "\n" not in message
+
+
+def test_a_fixed_batch_is_said_to_be_fixed() -> None:
+    with pytest.raises(TraceError, match=r"fixes the batch size; take sizes from the tensors"):
+        trace(FixesTheBatch(), torch.randn(4, 4))
+
+
+def test_the_fallback_splits_between_modules() -> None:
+    torch.manual_seed(0)
+    model, example = BranchesOnValues().double(), torch.randn(4, 4).double()
+    traced = trace(model, example, fallback="modules")
+    assert [layer.name for layer in traced.layers] == ["first.0", "first.1", "middle", "last"]
+    for batch in (1, 4, 6):
+        assert check_step(traced, example, batch=batch).within(GRADIENT_TOLERANCE)
+
+
+def test_the_fallback_keeps_a_module_whole_that_does_more_than_call_others() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Undecided()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    traced = trace(nn.Sequential(nn.Linear(4, 4), Residual()), torch.randn(2, 4), fallback="modules")
+    assert [layer.name for layer in traced.layers] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [
+        ((torch.randn(2, 4), torch.randn(2, 4)), "does not take this example"),
+        ((), "no tensor with a batch dimension"),
+        (torch.randn(2, 5), "cannot trace Sequential"),
+    ],
+)
+def test_a_wrong_example_is_refused_in_one_line(example: Any, says: str) -> None:
+    with pytest.raises(TraceError, match=says) as caught:
+        trace(nn.Sequential(nn.Linear(4, 4)), example)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_layers_blocks_and_fallbacks_are_refused() -> None:
+    traced = trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))
+    with pytest.raises(TraceError, match=r"no layer 'x'; its layers: 0, 1"):
+        traced.block("x")
+    with pytest.raises(TraceError, match="no block 1:3"):
+        traced.block(1, 3)
+    with pytest.raises(TraceError, match="fallback='magic' is unknown"):
+        trace(nn.Linear(4, 4), torch.randn(2, 4), fallback="magic")  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="differ in structure"):
+        traced(torch.randn(2, 4), torch.randn(2, 4))
+
+
+def test_tracing_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    trace(model, torch.randn(2, 4, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

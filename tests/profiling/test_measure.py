@@ -1,0 +1,192 @@
+"""Measuring: what a profile of a real model says, and how little measuring disturbs."""
+
+import copy
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import burstpool
+from burstpool.errors import ProfileError
+from burstpool.job import load_job
+from burstpool.profiling import cache
+from burstpool.profiling.measure import profile_job
+from burstpool.profiling.profile import Profile
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.a(x))
+        return self.norm(self.b(y) + self.c(y))
+
+
+@pytest.fixture
+def traced() -> burstpool.TracedModel:
+    return burstpool.trace(Net(), torch.randn(4, 32))
+
+
+def test_a_profile_has_every_layers_time_bytes_and_memory(traced: burstpool.TracedModel) -> None:
+    found = burstpool.profile(traced, batches=[2, 8])
+    assert found.batches == (2, 8)
+    assert [layer.name for layer in found.layers] == [layer.name for layer in traced.layers]
+    a = found.layer("a")
+    assert a.inputs == ("x",)
+    assert a.parameter_bytes == (32 * 64 + 64) * 4
+    assert a.output_bytes_per_sample == 64 * 4
+    assert a.flops_per_sample == 2 * 32 * 64
+    assert all(layer.forward_s[8] > 0 for layer in found.layers)
+    assert all(found.layer(name).backward_s[8] > 0 for name in ("a", "b", "c", "norm"))
+    assert (found.device, found.dtype, found.autocast) == ("cpu-core", "fp32", None)
+    assert found.versions["torch"] == torch.__version__
+    assert set(found.step_s) == {2, 8}
+    assert found.loss_forward_s[8] > 0
+
+
+def test_kept_memory_counts_each_tensor_once(traced: burstpool.TracedModel) -> None:
+    found = burstpool.profile(traced, batches=[8])
+    value_bytes = 8 * 64 * 4
+    # relu keeps its result, which b and c keep too; norm keeps its input (the sum) and two statistics of 64 floats.
+    assert found.layer("a").activation_bytes[8] == value_bytes
+    assert found.layer("b").activation_bytes[8] == 0
+    assert found.layer("add").activation_bytes[8] == value_bytes
+    assert found.layer("norm").activation_bytes[8] == 2 * 64 * 4
+    inputs, weights = 8 * 32 * 4, (32 * 64 + 64) * 4
+    assert found.layer("a").peak_memory_bytes[8] >= inputs + 2 * weights + 2 * value_bytes
+
+
+def test_layers_add_up_to_the_whole_step_within_a_factor() -> None:
+    # The benchmark holds the 10% bar; here other processes share the cores, so only a gross error shows.
+    found = profile_job(load_job("zoo:tiny_vgg"), batches=[16])
+    assert 0.6 < found.sum_over_step(16) < 1.6
+
+
+def test_measuring_leaves_the_model_and_the_random_numbers_as_they_were(traced: burstpool.TracedModel) -> None:
+    before = copy.deepcopy(traced.model.state_dict())
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    threads = torch.get_num_threads()
+    burstpool.profile(traced, batches=[2])
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(value, before[key]) for key, value in traced.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in traced.model.parameters())
+
+
+def test_a_second_call_is_instant_and_equal_and_new_batches_are_added(
+    traced: burstpool.TracedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = burstpool.profile(traced, batches=[2, 4])
+    start = time.perf_counter()
+    again = burstpool.profile(traced, batches=[4, 2])
+    assert time.perf_counter() - start < 0.5
+    assert again == first
+    more = burstpool.profile(traced, batches=[2, 8])
+    assert more.batches == (2, 8)
+    assert more.layer("a").forward_s[2] == first.layer("a").forward_s[2]
+    assert len(list(cache.folder().iterdir())) == 1
+    assert burstpool.profile(traced, batches=[2], use_cache=False) != cache.selected(first, [2])
+
+
+def test_other_weights_hit_the_cache_and_other_layers_miss_it(traced: burstpool.TracedModel) -> None:
+    first = burstpool.profile(traced, batches=[2])
+    assert burstpool.profile(burstpool.trace(Net(), torch.randn(4, 32)), batches=[2]) == first
+    wider = Net()
+    wider.b = nn.Linear(64, 64, bias=False)
+    assert burstpool.profile(burstpool.trace(wider, torch.randn(4, 32)), batches=[2]) != first
+
+
+def test_a_spoilt_cache_file_is_measured_again(traced: burstpool.TracedModel) -> None:
+    burstpool.profile(traced, batches=[2])
+    (file,) = cache.folder().iterdir()
+    file.write_text(file.read_text()[:100])
+    assert burstpool.profile(traced, batches=[2]).batches == (2,)
+    assert Profile.load(file).batches == (2,)
+
+
+def test_progress_goes_from_nothing_to_all(traced: burstpool.TracedModel) -> None:
+    told: list[tuple[int, int]] = []
+    burstpool.profile(traced, batches=[2, 4], progress=lambda done, total, what: told.append((done, total)))
+    assert told[0][0] == 0
+    assert told[-1][0] == told[-1][1]
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_layers_that_do_the_same_work_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burstpool.profiling import sweep
+
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    runs = []
+    real = sweep._run_alone
+    monkeypatch.setattr(sweep, "_run_alone", lambda *args: runs.append(1) or real(*args))
+    burstpool.profile(burstpool.trace(model, torch.randn(4, 8)), batches=[2])
+    assert len(runs) == 2  # the first one's input needs no gradient, nor has the last another consumer
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "cuda:99"}, "this machine has"),
+        ({"device": "tpu9"}, "unknown device 'tpu9'"),
+        ({"device": "meta"}, "pass cpu, cuda or cuda:N"),
+        ({"batches": []}, "no batches"),
+        ({"batches": [0]}, "batch 0 must be at least 1"),
+        ({"autocast": "int8"}, "autocast='int8' is not one of bf16, fp16"),
+        ({"batches": [1]}, "cannot run a step of batch 1: Expected more than 1 value per channel"),
+    ],
+)
+def test_bad_options_end_in_one_line(traced: burstpool.TracedModel, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ProfileError, match=says) as caught:
+        burstpool.profile(traced, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_autocast_halves_what_layers_hand_on(traced: burstpool.TracedModel) -> None:
+    found = burstpool.profile(traced, batches=[4], autocast="bf16")
+    assert found.autocast == "bf16"
+    assert found.layer("b").output_bytes_per_sample == 64 * 2
+
+
+def test_large_models_are_swept_without_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burstpool.profiling import measure
+
+    monkeypatch.setattr(measure, "_WHOLE_STEP_BYTES", 1)  # as if nothing fitted
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    found = burstpool.profile(burstpool.trace(model, torch.randn(4, 64)), batches=[8])
+    assert found.step_s == {}
+    assert all(layer.forward_s[8] > 0 for layer in found.layers)
+
+
+def test_a_sweep_frees_each_value_after_its_last_use() -> None:
+    from burstpool.profiling.session import Session
+    from burstpool.profiling.sweep import sweep
+
+    width, batch, num_layers = 64, 256, 12
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_layers)])
+    traced = burstpool.trace(model, torch.randn(4, width))
+    session = Session(
+        traced=traced, device=torch.device("cpu"), autocast=None, loss=lambda output, _: output.sum(), target=None
+    )
+    value_bytes = batch * width * 4
+    most = 0
+
+    def look(what: str) -> None:
+        nonlocal most
+        gc.collect()
+        living = {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+            for x in gc.get_objects()
+            if type(x) is Tensor and x.untyped_storage().nbytes() == value_bytes
+        }
+        most = max(most, sum(living.values()))
+
+    sweep(session, traced.blocks(), batch, watch=None, report=look)
+    assert most <= 3 * value_bytes < num_layers * value_bytes

@@ -1,0 +1,154 @@
+"""Jobs: loading from files and the zoo, hyper-parameters checked against annotations."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from burstpool.errors import JobError
+from burstpool.job import Job, load_job, model_arguments, parse_settings
+
+JOB_FILE = """
+import torch
+from typing import Literal
+from torch.nn import functional as F
+from burstpool import Job
+from neighbour import WIDTH
+
+def job(lr: float = 0.1, width: int = WIDTH, bias: bool = True, kind: Literal["a", "b"] = "a", *, name: str = "mine") -> Job:
+    return Job(
+        model=lambda: torch.nn.Linear(4, width, bias=bias), loss=F.mse_loss,
+        data=torch.utils.data.TensorDataset(torch.ones(3, 4), torch.zeros(3, width)),
+        optimizer=lambda p: torch.optim.SGD(p, lr=lr), name=name,
+    )
+
+def needs(width: int) -> Job:
+    return job(width=width)
+
+def broken():
+    raise RuntimeError("no data here")
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    (tmp_path / "neighbour.py").write_text("WIDTH = 5\n")
+    path = tmp_path / "my_job.py"
+    path.write_text(JOB_FILE)
+    return path
+
+
+def test_a_job_loads_from_a_file_with_its_neighbours(job_file: Path) -> None:
+    job = load_job(job_file)
+    assert job.name == "mine"
+    assert job.settings == {"lr": 0.1, "width": 5, "bias": True, "kind": "a", "name": "mine"}
+    assert job.build_model().out_features == 5
+
+
+def test_settings_are_converted_to_the_annotated_types(job_file: Path) -> None:
+    job = load_job(job_file, parse_settings(["lr=3e-2", "width=7", "bias=false", "kind=b"]))
+    assert job.settings == {"lr": 0.03, "width": 7, "bias": False, "kind": "b", "name": "mine"}
+
+
+def test_a_function_is_named_after_a_colon(job_file: Path) -> None:
+    assert load_job(f"{job_file}:needs", {"width": 2}).build_model().out_features == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "says"),
+    [
+        ("{file}", {"lr": "fast"}, "lr=fast"),
+        ("{file}", {"width": "2.5"}, "width=2.5"),
+        ("{file}", {"kind": "c"}, "'a' or 'b'"),
+        ("{file}", {"depth": "1"}, "has no hyper-parameter 'depth'; it has: lr, width"),
+        ("{file}:needs", {}, "needs hyper-parameter 'width'; pass --set width="),
+        ("{file}:absent", {}, "has no function 'absent'; its functions: job, needs"),
+        ("{file}:broken", {}, "RuntimeError: no data here ({file}, line"),
+        ("{file}:wrong", {}, "returned a int; it must return a burstpool.Job"),
+        ("{folder}/none.py", {}, "there is no job file"),
+        ("{folder}/job.txt", {}, "neither a Python file (job.py) nor a zoo name (zoo:vgg16)"),
+        ("zoo:vgg61", {}, "did you mean"),
+    ],
+)
+def test_mistakes_end_in_one_line_that_says_what_to_do(
+    job_file: Path, source: str, settings: dict[str, str], says: str
+) -> None:
+    names = {"file": str(job_file), "folder": str(job_file.parent)}
+    with pytest.raises(JobError) as caught:
+        load_job(source.format(**names), settings)
+    assert says.format(**names) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_with_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text("x = 1\ndef job(:\n")
+    with pytest.raises(JobError, match="SyntaxError.*line 2"):
+        load_job(path)
+
+
+@pytest.mark.parametrize("pair", ["lr", "=3"])
+def test_a_setting_without_name_or_value_is_refused(pair: str) -> None:
+    with pytest.raises(JobError, match="name=value"):
+        parse_settings([pair])
+
+
+def test_a_setting_given_twice_is_refused() -> None:
+    with pytest.raises(JobError, match="twice"):
+        parse_settings(["lr=1", "lr=2"])
+
+
+def test_the_seed_alone_decides_the_weights_and_leaves_the_random_state() -> None:
+    job = load_job("zoo:tiny_mlp")
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    first, second = job.build_model(), job.build_model()
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_samples_wrap_around_short_data(job_file: Path) -> None:
+    inputs, targets = load_job(job_file).samples(7)
+    assert inputs.shape == (7, 4)
+    assert targets.shape == (7, 5)
+
+
+def test_inputs_become_arguments_by_their_structure() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    assert model_arguments(x) == ((x,), {})
+    assert model_arguments([x, y]) == ((x, y), {})
+    assert model_arguments({"x": x}) == ((), {"x": x})
+
+
+def test_a_job_with_a_bad_batch_or_a_model_instead_of_a_factory_is_refused() -> None:
+    job = load_job("zoo:tiny_mlp")
+    options = {"loss": job.loss, "data": job.data, "optimizer": job.optimizer}
+    with pytest.raises(JobError, match="batch=0"):
+        Job(model=job.model, batch=0, **options)
+    with pytest.raises(JobError, match=r"Job\.loss must be callable"):
+        Job(model=job.model, **(options | {"loss": 3}))
+
+
+def test_a_job_file_documented_in_the_design_loads(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(
+        textwrap.dedent("""
+        import torch
+        import torch.nn.functional as F
+        from burstpool import Job
+        from burstpool.data import digits
+        from burstpool.model.zoo.tiny import tiny_vgg
+
+        def job(lr: float = 0.1, width: int = 8) -> Job:
+            return Job(model=tiny_vgg(width=width).model, loss=F.cross_entropy, data=digits(),
+                       optimizer=lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9))
+        """)
+    )
+    job = load_job(path, {"lr": "0.03"})
+    output = job.build_model()(*job.example(3)[0])
+    assert torch.isfinite(job.loss(output, job.samples(3)[1]))
