@@ -24,6 +24,7 @@ import torch
 
 from burstpool import trace
 from burstpool.errors import TraceError
+from burstpool.job import model_arguments
 from burstpool.model.check import check_step
 
 TORCHVISION = {
@@ -144,14 +145,30 @@ def examine(build: Callable[[], tuple[torch.nn.Module, Any]], device: str) -> di
             found = check_step(traced, example, batch=3)
         except Exception as error:
             return {"traced": False, "reason": f"{type(error).__name__}: {error}", "seconds": seconds}
-    right = found.within(TOLERANCE[device] if dtype is torch.float64 else 1e-4)
+    tolerance = TOLERANCE[device] if dtype is torch.float64 else 1e-4
+    right = found.within(tolerance)
     row = {"traced": right, "layers": len(traced.layers), "seconds": seconds, "gradient_error": found.gradient_error}
     if dtype is torch.float32:
         row["reason"] = "in fp32: its operators have no fp64 form"
-    if not right:
+    if not right and not _repeats_itself(model, example) and max(found.output_error, found.gradient_error) < tolerance:
+        row |= {
+            "traced": True,
+            "reason": f"not the same bits, nor are two runs of the model itself; {row.get('reason', '')}",
+        }
+    elif not right:
         equal = f"outputs equal {found.outputs_equal}, buffers equal {found.buffers_equal}"
         row["reason"] = f"differs: {equal}, gradients {found.gradient_error:.1e}"
     return row
+
+
+def _repeats_itself(model: torch.nn.Module, example: Any) -> bool:
+    """Whether two runs of the model itself give the same bits."""
+    args, kwargs = model_arguments(example)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append(torch.utils._pytree.tree_leaves(model(*args, **kwargs)))
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True) if isinstance(a, torch.Tensor))
 
 
 def _fallback(model: torch.nn.Module, example: Any) -> str:

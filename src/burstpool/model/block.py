@@ -46,7 +46,7 @@ class Block:
         return tuple(dict.fromkeys(key for code in self._codes for key in code.state))
 
     @property
-    def state(self) -> dict[str, torch.Tensor]:
+    def state_tensors(self) -> dict[str, torch.Tensor]:
         """Its parameters and buffers by state-dict key, as they are in the model now."""
         return {key: getattr(*_home(self._model, key)) for code in self._codes for key in code.state}
 

@@ -27,6 +27,8 @@ class Difference:
     """Bit for bit, the loss included."""
     buffers_equal: bool
     """Bit for bit, after the step."""
+    output_error: float
+    """Largest difference over the largest value of the same result."""
     gradient_error: float
     """Largest difference over the largest gradient of the same parameter."""
 
@@ -64,6 +66,7 @@ def check_step(
     found = replay_step(traced, args, kwargs, loss=loss, cuts=cuts)
     difference = Difference(
         outputs_equal=torch.equal(found, expected.detach()) and _equal(own, output),
+        output_error=_output_error(own, output),
         buffers_equal=_equal(dict(model.named_buffers()), dict(alone.named_buffers())),
         gradient_error=_gradient_error(model, alone),
     )
@@ -83,6 +86,18 @@ def _equal(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
 
 
+def _output_error(a: Any, b: Any) -> float:
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return max((_error(x, y) for x, y in pairs if isinstance(x, torch.Tensor)), default=0.0)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if not expected.numel():
+        return 0.0
+    scale = max(1.0, expected.abs().max().item())
+    return (found - expected).abs().max().item() / scale
+
+
 def _gradient_error(model: nn.Module, reference: nn.Module) -> float:
     worst = 0.0
     for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
@@ -90,6 +105,5 @@ def _gradient_error(model: nn.Module, reference: nn.Module) -> float:
             continue
         a = torch.zeros_like(found) if found.grad is None else found.grad
         b = torch.zeros_like(expected) if expected.grad is None else expected.grad
-        scale = max(1.0, b.abs().max().item()) if b.numel() else 1.0
-        worst = max(worst, (a - b).abs().max().item() / scale if b.numel() else 0.0)
+        worst = max(worst, _error(a, b))
     return worst

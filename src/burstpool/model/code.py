@@ -226,7 +226,7 @@ class _Builder:
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.batch = self.graph.placeholder("batch")
-        self.device = self.graph.placeholder("device")
+        self.device = self.graph.placeholder("on_device")  # not "device": generated code calls device(…)
         self.made: dict[fx.Node, Any] = {}
         self.given: set[fx.Node] = set()
         self.order = {node: index for index, node in enumerate(capture.graph.nodes)}
@@ -274,9 +274,15 @@ class _Builder:
         def replace(argument: Any) -> Any:
             if isinstance(argument, fx.Node):
                 return self.made[argument]
-            return self.device if argument == self.traced_on else argument
+            return self.device if self._is_traced_on(argument) else argument
 
         return map_aggregate(arguments, replace)
+
+    def _is_traced_on(self, argument: Any) -> bool:
+        """Whether it names the device of the trace, be it without an index: `cuda` for `cuda:0`."""
+        if not isinstance(argument, torch.device) or argument.type != self.traced_on.type:
+            return False
+        return argument.index in (None, self.traced_on.index)
 
     def _scalar(self, expression: Any) -> Any:
         if not isinstance(expression, sympy.Basic):

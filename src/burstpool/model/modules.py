@@ -2,8 +2,8 @@
 
 Runs the model once and watches which module calls hand tensors to one another. A module that only hands tensors
 from child to child is split into them, and they in turn; a module that runs any operator of its own, if only to
-decide which child to call, stays whole. Takes a module and its arguments, returns a `TracedModel`. FLOPs are not counted, and a module that folds
-samples into other dimensions is only found out by running it.
+decide which child to call, stays whole. Takes a module and its arguments, returns a `TracedModel`. FLOPs are not
+counted, and a module that folds samples into other dimensions is only found out by running it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -66,7 +66,8 @@ def peak_bytes(work: Work, *, given: Iterable[torch.Tensor], device: torch.devic
         before = torch.cuda.memory_allocated(device)
         _once(work)
         return int(base + torch.cuda.max_memory_allocated(device) - before)
-    with _LivingStorages() as living:
+    living = _LivingStorages()
+    with living:
         _once(work)
     return base + living.peak_bytes
 
@@ -74,7 +75,7 @@ def peak_bytes(work: Work, *, given: Iterable[torch.Tensor], device: torch.devic
 def _once(work: Work) -> None:
     outputs = work.forward()
     if work.has_backward:
-        work.backward(outputs, [torch.ones_like(output) for output in outputs], again=False)
+        work.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 class _LivingStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -77,7 +77,7 @@ def _run_alone(
         consumers=[max(1, count) for count in itertools.compress(consumers, flows)],
     )
     return LayerRun(
-        kept=kept_by(lambda: call(leaves), inputs=leaves, state=block.state.values()),
+        kept=kept_by(lambda: call(leaves), inputs=leaves, state=block.state_tensors.values()),
         peak_bytes=peak_bytes(work, given=[*leaves, *parameters], device=session.device),
         time=watch.measure(work) if watch else None,
     )
