@@ -26,6 +26,7 @@ from burstpool import trace
 from burstpool.errors import TraceError
 from burstpool.job import model_arguments
 from burstpool.model.check import check_step
+from burstpool.model.replay import sum_of_outputs
 
 TORCHVISION = {
     "classification": [
@@ -41,6 +42,8 @@ TORCHVISION = {
 }  # fmt: skip
 SINGLE_PRECISION = {"MixtralForCausalLM", "RAFT"}
 """Models that have no fp64 form."""
+OWN_SPREAD = 3.0
+"""A model whose own steps differ on CUDA may differ from its trace by so many times as much."""
 TOLERANCE = {"cpu": 1e-12, "cuda": 1e-9}
 """On CUDA some gradients are summed by atomic additions, in an order that changes from run to run."""
 
@@ -150,25 +153,26 @@ def examine(build: Callable[[], tuple[torch.nn.Module, Any]], device: str) -> di
     row = {"traced": right, "layers": len(traced.layers), "seconds": seconds, "gradient_error": found.gradient_error}
     if dtype is torch.float32:
         row["reason"] = "in fp32: its operators have no fp64 form"
-    if not right and not _repeats_itself(model, example) and max(found.output_error, found.gradient_error) < tolerance:
-        row |= {
-            "traced": True,
-            "reason": f"not the same bits, nor are two runs of the model itself; {row.get('reason', '')}",
-        }
+    if not right and max(found.output_error, found.gradient_error) <= OWN_SPREAD * own_spread(model, example):
+        row |= {"traced": True, "reason": "as far from the model's own step as two of those are from each other"}
     elif not right:
         equal = f"outputs equal {found.outputs_equal}, buffers equal {found.buffers_equal}"
         row["reason"] = f"differs: {equal}, gradients {found.gradient_error:.1e}"
     return row
 
 
-def _repeats_itself(model: torch.nn.Module, example: Any) -> bool:
-    """Whether two runs of the model itself give the same bits."""
+def own_spread(model: torch.nn.Module, example: Any) -> float:
+    """How far two steps of the model itself are apart: not 0 where kernels add in an order that changes."""
     args, kwargs = model_arguments(example)
-    runs = []
+    steps = []
     for _ in range(2):
         torch.manual_seed(0)
-        runs.append(torch.utils._pytree.tree_leaves(model(*args, **kwargs)))
-    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True) if isinstance(a, torch.Tensor))
+        model.zero_grad()
+        output = model(*args, **kwargs)
+        sum_of_outputs(output).backward()
+        values = [x.detach() for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        steps.append([*values, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in zip(*steps, strict=True))
 
 
 def _fallback(model: torch.nn.Module, example: Any) -> str:

@@ -22,8 +22,11 @@ TARGET_S = 0.15
 MIN_REPEATS, MAX_REPEATS = 3, 60
 _GRAPH_S = 1e-3
 """Work in one CUDA graph; its launch, about 10 µs, is then below 1%."""
-_MAX_COPIES = 50
+_MAX_COPIES = 100
 """Repeats in one CUDA graph at most, to bound the time to capture it."""
+_MIN_REPLAYS = 5
+_REPLAYS_S = 0.015
+"""Time to spend on replaying one graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,31 +167,27 @@ class CudaStopwatch:
 
             for _ in range(2):  # libraries choose their kernels on the first call
                 both() if work.has_backward else work.forward()
-            once_s = self._eager_s(work.forward)
-        forward = self._graphed(work.forward, once_s)
+        forward = self._graphed(work.forward)
         if not work.has_backward:
             return Measured.of(forward, [0.0])
         forward_s = statistics.median(forward)
-        return Measured.of(forward, [max(0.0, both_s - forward_s) for both_s in self._graphed(both, 3 * once_s)])
+        return Measured.of(forward, [max(0.0, both_s - forward_s) for both_s in self._graphed(both)])
 
     def whole(self, step: Callable[[], Any]) -> float:
         """The step as one graph, as a well-run job would replay it."""
         with torch.cuda.stream(self._stream):
             step()
             step()
-            once_s = self._eager_s(step)
-        return statistics.median(self._graphed(step, once_s))
+        return statistics.median(self._graphed(step))
 
-    def _eager_s(self, function: Callable[[], Any]) -> float:
-        self._stream.synchronize()
-        start = time.perf_counter()
-        function()
-        self._stream.synchronize()
-        return time.perf_counter() - start
-
-    def _graphed(self, function: Callable[[], Any], once_s: float) -> list[float]:
-        """Seconds of one call, from several replays of a graph that holds many."""
+    def _graphed(self, function: Callable[[], Any]) -> list[float]:
+        """Seconds of one call: first of a graph that holds one, then of one that holds enough to hide its launch."""
+        once_s = statistics.median(self._replays(function, copies=1, repeats=_MIN_REPLAYS))
         copies = max(1, min(_MAX_COPIES, round(_GRAPH_S / once_s)))
+        repeats = max(_MIN_REPLAYS, min(MAX_REPEATS, round(_REPLAYS_S / (once_s * copies))))
+        return self._replays(function, copies=copies, repeats=repeats)
+
+    def _replays(self, function: Callable[[], Any], *, copies: int, repeats: int) -> list[float]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
@@ -202,8 +201,7 @@ class CudaStopwatch:
                     warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # a layer of views only
                     graph.capture_end()
             graph.replay()
-            replays = max(5, min(MAX_REPEATS, round(0.1 * TARGET_S / (once_s * copies))))
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
             events[0].record()
             for event in events[1:]:
                 graph.replay()
