@@ -32,8 +32,9 @@ class Artifact:
     """What is raised when reading fails."""
 
     def to_json(self) -> str:
-        """One line per entry of each top-level list, so that artifacts diff well."""
-        return _adapter(type(self)).dump_json(self, indent=1).decode() + "\n"
+        """One field a line, and one line an entry of each list of objects, so that artifacts diff well."""
+        fields = _adapter(type(self)).dump_python(self, mode="json")
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in fields.items()) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "this JSON") -> Self:
@@ -76,6 +77,12 @@ class Artifact:
         except OSError as error:
             raise cls.ERROR(f"cannot read {path}: {error.strerror}") from None
         return cls.from_json(text, source=str(path))
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return "[\n" + ",\n".join(f" {json.dumps(entry, allow_nan=False)}" for entry in value) + "\n]"
+    return json.dumps(value, allow_nan=False)
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> Path:
