@@ -13,7 +13,9 @@ import typer
 from burstpool import __version__
 from burstpool.cli.cluster import cluster
 from burstpool.cli.demo import demo
+from burstpool.cli.plan import plan
 from burstpool.cli.profile import profile
+from burstpool.cli.simulate import simulate
 from burstpool.errors import BurstpoolError
 
 MISTAKE = 2
@@ -28,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (demo, profile, cluster):
+for verb in (demo, profile, cluster, plan, simulate):
     app.command()(verb)
 
 

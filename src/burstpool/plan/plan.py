@@ -130,6 +130,16 @@ class Plan(Artifact):
         """Those that have anything to do."""
         return tuple(sorted({device for block in self.blocks for device in block.devices}))
 
+    def __str__(self) -> str:
+        times = f", {self.step_time_s:.6g} s a step" if self.step_time_s is not None else ""
+        lines = [
+            f"{self.model}, batch {self.batch}, strategy {self.strategy}: {len(self.devices)} of {self.num_devices} "
+            f"devices{times}"
+        ]
+        for block in self.blocks:
+            lines.append(f"  {block.name:<32} {len(block.layers):>4} layers on {len(block.shares):>4} devices")
+        return "\n".join(lines)
+
 
 def even_shares(batch: int, devices: tuple[int, ...]) -> tuple[Share, ...]:
     """Splits samples as evenly as they go; the first devices get one more, the last none where they are too few."""

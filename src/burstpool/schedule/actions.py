@@ -81,3 +81,8 @@ class Schedule(Artifact):
     schema_version: int = 1
     devices: tuple[tuple[Action, ...], ...]
     """Device index → its actions in order; empty for a device that has nothing to do."""
+
+    def __str__(self) -> str:
+        from burstpool.schedule.text import format_schedule  # which reads and writes what is defined here
+
+        return format_schedule(self)
