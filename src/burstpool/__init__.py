@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from burstpool.cluster.spec import ClusterSpec
     from burstpool.errors import BurstpoolError
+    from burstpool.fusion.array import FusedArray, fuse
     from burstpool.job import Job, load_job
     from burstpool.model.graph import LayerGraph
     from burstpool.model.trace import TracedModel, trace
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "BurstpoolError": "burstpool.errors",
     "ClusterSpec": "burstpool.cluster.spec",
+    "FusedArray": "burstpool.fusion.array",
     "Job": "burstpool.job",
     "LayerGraph": "burstpool.model.graph",
     "Profile": "burstpool.profiling.profile",
     "TracedModel": "burstpool.model.trace",
     "estimate": "burstpool.profiling.estimate",
+    "fuse": "burstpool.fusion.array",
     "load_job": "burstpool.job",
     "profile": "burstpool.profiling.measure",
     "trace": "burstpool.model.trace",
@@ -35,11 +38,13 @@ _HOMES = {
 __all__ = [
     "BurstpoolError",
     "ClusterSpec",
+    "FusedArray",
     "Job",
     "LayerGraph",
     "Profile",
     "TracedModel",
     "estimate",
+    "fuse",
     "load_job",
     "profile",
     "trace",

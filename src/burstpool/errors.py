@@ -6,6 +6,7 @@
     │  ├─ PlanError           a plan that cannot be made, or does not fit model or cluster
     │  ├─ ProfileError        a profile that lacks what is asked of it: layer, time, batch, device
     │  └─ ScheduleError       a schedule that is unsound; says which action of which device
+    ├─ FusionError            models, hyper-parameters or calls that cannot be fused; names the member
     ├─ JobError               a job file, a zoo name or a hyper-parameter that cannot be used
     ├─ RunError               a training run that failed; names the rank, the action and the user's line
     └─ TraceError             a model that cannot be split into layers; names the user's line
@@ -37,6 +38,10 @@ class ProfileError(ArtifactError):
 
 class ScheduleError(ArtifactError):
     """A schedule that is unsound."""
+
+
+class FusionError(BurstpoolError):
+    """Models, hyper-parameters or calls that cannot be fused."""
 
 
 class JobError(BurstpoolError):

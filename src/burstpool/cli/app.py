@@ -15,6 +15,7 @@ from burstpool.cli.cluster import cluster
 from burstpool.cli.demo import demo
 from burstpool.cli.plan import plan
 from burstpool.cli.profile import profile
+from burstpool.cli.report import report
 from burstpool.cli.simulate import simulate
 from burstpool.errors import BurstpoolError
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (demo, profile, cluster, plan, simulate):
+for verb in (demo, profile, cluster, plan, simulate, report):
     app.command()(verb)
 
 

@@ -73,6 +73,7 @@ def _run_alone(
     flows = [output.requires_grad for output in call(leaves)]
     work = Work(
         forward=(lambda: call(leaves)) if all(flows) else (lambda: tuple(itertools.compress(call(leaves), flows))),
+        inputs=leaves,
         wanted=[tensor for tensor in (*leaves, *parameters) if tensor.requires_grad],
         consumers=[max(1, count) for count in itertools.compress(consumers, flows)],
     )
@@ -92,4 +93,4 @@ def _loss_alone(session: Session, values: dict[str, torch.Tensor], batch: int, w
             return [session.loss(session.traced.output(leaves), target)]
 
     wanted = [tensor for tensor in leaves.values() if tensor.requires_grad]
-    return watch.measure(Work(forward=forward, wanted=wanted, consumers=[1]))
+    return watch.measure(Work(forward=forward, inputs=list(leaves.values()), wanted=wanted, consumers=[1]))

@@ -56,6 +56,8 @@ class Work:
 
     forward: Callable[[], Sequence[torch.Tensor]]
     """Runs forward under autograd; returns the differentiable results."""
+    inputs: Sequence[torch.Tensor]
+    """What it is handed by other layers."""
     wanted: Sequence[torch.Tensor]
     """What backward computes gradients of: differentiable inputs and parameters."""
     consumers: Sequence[int]
@@ -148,30 +150,43 @@ class CudaStopwatch:
             self._anchor.capture_begin()
             self._kept = torch.zeros(1, device=device)
             self._anchor.capture_end()
+            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            self._spoiler = torch.empty(2 * cache_bytes // 4, device=device)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """The stream that is captured: autograd runs a backward on the stream where its graph was built."""
         return torch.cuda.stream(self._stream)
 
     def measure(self, work: Work) -> Measured:
-        """Forward in one graph, forward and backward in another; backward is what the second takes longer.
+        """Each pass as what a graph takes longer with it than without.
 
-        A backward on its own cannot be captured: attention's reads the random state its forward left behind, which
-        is in another place when the forward was not captured.
+        In a step, a layer finds the values it is handed in the cache, and its weights and what it kept since its
+        forward in memory. So the cache is spoilt and what is handed over is read again before each pass.
+        (A backward cannot be captured without its forward: attention's reads the random state its forward left.)
         """
         with torch.cuda.stream(self._stream):
             gradients = [torch.ones_like(output) for output in work.forward()]
 
-            def both() -> None:
-                work.backward(work.forward(), gradients)
+        def before_forward() -> None:
+            self._spoil_cache(then_read=work.inputs)
 
+        def forward() -> Sequence[torch.Tensor]:
+            before_forward()
+            return work.forward()
+
+        def before_backward() -> Sequence[torch.Tensor]:
+            outputs = forward()
+            self._spoil_cache(then_read=gradients)
+            return outputs
+
+        def backward() -> None:
+            work.backward(before_backward(), gradients)
+
+        with torch.cuda.stream(self._stream):
             for _ in range(2):  # libraries choose their kernels on the first call
-                both() if work.has_backward else work.forward()
-        forward = self._graphed(work.forward)
-        if not work.has_backward:
-            return Measured.of(forward, [0.0])
-        forward_s = statistics.median(forward)
-        return Measured.of(forward, [max(0.0, both_s - forward_s) for both_s in self._graphed(both)])
+                backward() if work.has_backward else forward()
+        forward_times = self._longer(forward, before_forward)
+        return Measured.of(forward_times, self._longer(backward, before_backward) if work.has_backward else [0.0])
 
     def whole(self, step: Callable[[], Any]) -> float:
         """The step as one graph, as a well-run job would replay it."""
@@ -179,6 +194,15 @@ class CudaStopwatch:
             step()
             step()
         return statistics.median(self._graphed(step))
+
+    def _longer(self, function: Callable[[], Any], without: Callable[[], Any]) -> list[float]:
+        base_s = statistics.median(self._graphed(without))
+        return [max(0.0, seconds - base_s) for seconds in self._graphed(function)]
+
+    def _spoil_cache(self, *, then_read: Sequence[torch.Tensor]) -> None:
+        self._spoiler.fill_(0.0)
+        for tensor in then_read:
+            tensor.detach().clone()
 
     def _graphed(self, function: Callable[[], Any]) -> list[float]:
         """Seconds of one call: first of a graph that holds one, then of one that holds enough to hide its launch."""

@@ -1,0 +1,95 @@
+"""Checkpoints of a whole array: members under the user's keys, and all it takes to go on as if never stopped."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from burstpool.errors import FusionError
+
+if TYPE_CHECKING:
+    from burstpool.fusion.array import FusedArray
+
+SCHEMA_VERSION = 1
+_PARTS = ("optimizers", "schedulers", "scalers")
+
+
+def state_dict(array: "FusedArray") -> dict[str, Any]:
+    """Tensors are copies; the dict goes through torch.save and torch.load(weights_only=True)."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "members": [array.state.member(index, persistent=False) for index in range(len(array))],
+        "streams": array.streams.states(),
+        "active": array.active.clone(),
+        "frozen": {index: {k: v.clone() for k, v in saved.items()} for index, saved in array._frozen.items()},
+        **{part: [item.state_dict() for item in getattr(array, part)] for part in _PARTS},
+    }
+
+
+def load_state_dict(array: "FusedArray", state: Mapping[str, Any]) -> None:
+    """Everything as it was, bit for bit."""
+    _check(array, state)
+    tensors = array.state.tensors
+    with torch.no_grad():
+        for index, member in enumerate(state["members"]):
+            for key, value in member.items():
+                tensors[array.state.aliases[key]][index].copy_(value)
+        array.active.copy_(state["active"])
+    array.streams.restore(state["streams"])
+    array._frozen = {int(index): dict(saved) for index, saved in state["frozen"].items()}
+    for part in _PARTS:
+        for item, saved in zip(getattr(array, part), state[part], strict=True):
+            item.load_state_dict(saved)
+    for optimizer in array.optimizers:
+        optimizer.pull()
+
+
+def member_state(array: "FusedArray", index: int) -> dict[str, Any]:
+    """One member's share of the array; tensors are copies."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "state": array.state.member(index),
+        "optimizers": [optimizer.member_state_dict(index) for optimizer in array.optimizers],
+        "schedulers": [scheduler.schedulers[index].state_dict() for scheduler in array.schedulers],
+        "stream": array.streams.generators[index].get_state(),
+    }
+
+
+def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any]) -> None:
+    """One member as it was, in this array or another of the same models, optimizers and schedules."""
+    if saved.get("schema_version") != SCHEMA_VERSION:
+        raise FusionError(
+            f"the checkpoint has schema {saved.get('schema_version')}; this version reads {SCHEMA_VERSION}"
+        )
+    for part in ("optimizers", "schedulers"):
+        if len(saved[part]) != len(getattr(array, part)):
+            raise FusionError(
+                f"the member was saved with {len(saved[part])} {part}, the array has {len(getattr(array, part))}"
+            )
+    array.state.load(index, saved["state"])
+    array.streams.generators[index].set_state(saved["stream"])
+    for scheduler, state in zip(array.schedulers, saved["schedulers"], strict=True):
+        scheduler.schedulers[index].load_state_dict(state)
+    for optimizer, state in zip(array.optimizers, saved["optimizers"], strict=True):
+        optimizer.load_member_state_dict(index, state)
+
+
+def _check(array: "FusedArray", state: Mapping[str, Any]) -> None:
+    if state.get("schema_version") != SCHEMA_VERSION:
+        raise FusionError(
+            f"the checkpoint has schema {state.get('schema_version')}; this version reads {SCHEMA_VERSION}"
+        )
+    if len(state["members"]) != len(array):
+        raise FusionError(
+            f"the checkpoint has {len(state['members'])} members, the array {len(array)}; make one of the same size"
+        )
+    known = array.state.aliases.keys()
+    for index, member in enumerate(state["members"]):
+        if different := member.keys() ^ known:
+            raise FusionError(f"the checkpoint's member {index} and the array differ in {sorted(different)[0]!r}")
+    for part in _PARTS:
+        if len(state[part]) != len(getattr(array, part)):
+            raise FusionError(
+                f"the checkpoint has {len(state[part])} {part}, the array {len(getattr(array, part))}; "
+                "make them before loading, in the same order"
+            )

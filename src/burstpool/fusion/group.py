@@ -1,0 +1,215 @@
+"""Grouping: which of many models can be one array, how many fit, and what to do when they do not.
+
+Takes jobs or models. Returns a `Grouping`: arrays-to-be, and for each member that starts a new one the reason why it
+could not join an earlier one. Sizes come from two pure functions over measurements: `array_size` (memory) and `knee`
+(throughput). `BackingOff` runs steps and halves an array that runs out of memory, without losing anyone's progress.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from burstpool.errors import FusionError
+from burstpool.fusion.array import FusedArray
+from burstpool.fusion.inputs import model_arguments
+from burstpool.fusion.modes import Example, Mode
+from burstpool.fusion.state import skeleton
+from burstpool.fusion.structure import check_same_state
+
+if TYPE_CHECKING:
+    from burstpool.job import Job
+
+_HEADROOM = 0.9
+"""Share of the memory to fill: the allocator needs some room of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Which members go together."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Indices of what was given, in order."""
+    reasons: Mapping[int, str]
+    """For the first member of every group but the first: why it could not join an earlier one."""
+
+    def __str__(self) -> str:
+        lines = []
+        for number, group in enumerate(self.groups):
+            reason = f" — apart because {self.reasons[group[0]]}" if group[0] in self.reasons else ""
+            lines.append(f"array {number}: {', '.join(map(str, group))}{reason}")
+        return "\n".join(lines)
+
+
+def group_models(models: Sequence[nn.Module], examples: Sequence[Any]) -> Grouping:
+    """Groups models by the shape of their graphs; an example for each, as `fuse` takes it."""
+    return _grouped(
+        [_Candidate(model, model_arguments(example), "") for model, example in zip(models, examples, strict=True)]
+    )
+
+
+def group_jobs(jobs: "Sequence[Job]", *, batch: int | None = None) -> Grouping:
+    """Groups jobs by model, loss, batch and kind of optimizer; rates, seeds and other numbers may differ."""
+    candidates = []
+    for job in jobs:
+        optimizer = type(job.optimizer([nn.Parameter(torch.zeros(1))])).__name__
+        schedule = "a schedule" if job.scheduler else "no schedule"
+        loss = getattr(job.loss, "__qualname__", repr(job.loss))
+        text = f"{optimizer}, {schedule}, loss {loss}, batch {batch or job.batch}"
+        candidates.append(_Candidate(job.build_model(), job.example(batch or job.batch), text))
+    return _grouped(candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A model and what else must agree."""
+
+    model: nn.Module
+    example: Example
+    setting: str
+
+
+class _Group:
+    """A group in the making: its graph is captured when a second model of the same state comes."""
+
+    def __init__(self, index: int, first: _Candidate) -> None:
+        self.members, self.first = [index], first
+        self._empty = skeleton(first.model)
+        self._mode: Mode | None = None
+
+    def add(self, index: int, other: _Candidate) -> None:
+        """Takes the candidate in, or raises FusionError saying why not."""
+        if other.setting != self.first.setting:
+            raise FusionError(f"it trains with {other.setting}, the other with {self.first.setting}")
+        empty = skeleton(other.model)
+        check_same_state(self._empty, empty, member=index)
+        if _shapes(other.example) != _shapes(self.first.example):
+            raise FusionError(f"its input is {_shapes(other.example)}, the other's {_shapes(self.first.example)}")
+        if self._mode is None:
+            self._mode = Mode([self._empty], lambda _: self.first.model, self.first.example)
+        self._mode.admit(empty, lambda: other.model)
+        self.members.append(index)
+
+
+def _grouped(candidates: Sequence[_Candidate]) -> Grouping:
+    groups: list[_Group] = []
+    reasons: dict[int, str] = {}
+    for index, candidate in enumerate(candidates):
+        for group in groups:
+            try:
+                group.add(index, candidate)
+                reasons.pop(index, None)
+                break
+            except FusionError as error:
+                reasons[index] = f"{error} (array of member {group.members[0]})"
+        else:
+            groups.append(_Group(index, candidate))
+    return Grouping(tuple(tuple(group.members) for group in groups), reasons)
+
+
+def _shapes(example: Example) -> str:
+    tensors = [t for t in torch.utils._pytree.tree_leaves(example) if isinstance(t, Tensor)]
+    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+
+
+def array_size(*, one_bytes: int, two_bytes: int, memory_bytes: int) -> int:
+    """Members that fit: a line through the peak memory of arrays of one and of two.
+
+    As Hydro (Hu et al., OSDI'23) plans it, with room left for the allocator.
+    """
+    member_bytes = max(1, two_bytes - one_bytes)
+    fixed_bytes = one_bytes - member_bytes
+    return max(1, int((memory_bytes * _HEADROOM - fixed_bytes) // member_bytes))
+
+
+def knee(samples_per_s: Mapping[int, float], *, gain: float = 1.1) -> int:
+    """The size after which the next measured one does not bring `gain` times the throughput any more."""
+    sizes = sorted(samples_per_s)
+    if not sizes:
+        raise FusionError("no throughput was measured; pass at least one size")
+    best = sizes[0]
+    for size in sizes[1:]:
+        if samples_per_s[size] < gain * samples_per_s[best]:
+            break
+        best = size
+    return best
+
+
+def member_bytes(array: FusedArray, *, samples: int, slots: int = 2) -> int:
+    """What one member needs in training: weights, gradients, `slots` of optimizer state, and kept results.
+
+    An estimate from the captured shapes that counts every operator's result as kept; views are counted too, so it
+    errs to the large side.
+    """
+    weights = sum(t[0].numel() * t.element_size() for t in array.parameters())
+    buffers = sum(t[0].numel() * t.element_size() for t in array.state.buffers.values())
+    return (
+        weights * (2 + slots) + buffers + sum(_result_bytes(node, samples) for node in array.mode.capture.graph.nodes)
+    )
+
+
+def _result_bytes(node: torch.fx.Node, samples: int) -> int:
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor):
+        return 0
+    count = 1
+    size: Any
+    for size in value.shape:
+        hint = size.node.hint if isinstance(size, torch.SymInt) else None
+        count *= int(size) if hint is None else max(1, samples * int(hint) // _batch_hint(node))
+    return count * value.element_size()
+
+
+def _batch_hint(node: torch.fx.Node) -> int:
+    for other in node.graph.nodes:
+        value = other.meta.get("val")
+        if other.op == "placeholder" and isinstance(value, Tensor):
+            found: list[Any] = [size for size in value.shape if isinstance(size, torch.SymInt)]
+            if found:
+                return int(found[0].node.hint)
+    return 1
+
+
+class BackingOff:
+    """Runs forward and backward passes; halves an array that runs out of memory and runs it again.
+
+    What a failed pass has changed (buffers, random streams, gradients) is undone first, so that nobody's training
+    differs from what it would have been. Covers forward and backward, not the optimizer's step.
+    """
+
+    def __init__(self, array: FusedArray) -> None:
+        self.arrays = [array]
+        """The arrays that the members are in now."""
+
+    def run(self, forward_backward: Callable[[FusedArray], Any]) -> list[Any]:
+        """The function's result for each array; it must go backward and leave the optimizer's step to the caller."""
+        results: list[Any] = []
+        place = 0
+        while place < len(self.arrays):
+            array = self.arrays[place]
+            buffers = {key: buffer.clone() for key, buffer in array.state.buffers.items()}
+            streams, active = array.streams.states(), array.active.clone()
+            try:
+                results.append(forward_backward(array))
+                place += 1
+            except torch.OutOfMemoryError as error:
+                if len(array) == 1:
+                    raise FusionError(f"one member alone does not fit: {error}; take fewer samples a step") from error
+                _undo(array, buffers, streams, active)
+                half = array.split(range(len(array) // 2, len(array)))
+                self.arrays.insert(place + 1, half)
+        return results
+
+
+def _undo(array: FusedArray, buffers: Mapping[str, Tensor], streams: Sequence[Tensor], active: Tensor) -> None:
+    with torch.no_grad():
+        for key, saved in buffers.items():
+            array.state.buffers[key].copy_(saved)
+        array.active.copy_(active)
+    array.streams.restore(streams)
+    for parameter in array.parameters():
+        parameter.grad = None
+    if array.device.type == "cuda":
+        torch.cuda.empty_cache()

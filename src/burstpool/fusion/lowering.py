@@ -1,0 +1,225 @@
+"""Lowerings: which of an operator's ways is fastest for its shapes, measured once and kept on disk.
+
+Takes a plan and real inputs. Each operator with several lowerings (see rules/convolution.py, rules/norms.py) is run
+forward and backward with each of them, on the device and the shapes at hand; `mode="fastest"` then also compares the
+whole with one member after another. What was measured is kept in a JSON file a device and torch version, under
+BURSTPOOL_CACHE. Choosing operator by operator does not see how one's layout suits the next, and a busy machine
+misleads it: so the whole is compared with the rules' own choices, and the faster of the two is taken.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from burstpool.fusion.modes import Mode
+from burstpool.fusion.plan import Plan, Step
+from burstpool.fusion.rules import Run
+from burstpool.fusion.serial import run_serially, tensors_of
+from burstpool.model.capture import batch_of
+
+if TYPE_CHECKING:
+    from burstpool.fusion.array import FusedArray
+
+_REPEATS = 5
+_SERIAL = "serial"
+_FUSED = "fused"
+_RULES = "rules"
+
+
+def cache_file(device: torch.device) -> Path:
+    """Where the choices for a device are kept."""
+    root = os.environ.get("BURSTPOOL_CACHE") or Path.home() / ".cache" / "burstpool"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}-{torch.get_num_threads()}"
+    safe = "".join(c if c.isalnum() else "-" for c in f"{name}-torch{torch.__version__}")
+    return Path(root) / "lowerings" / f"{safe}.json"
+
+
+class Choices:
+    """Measured times, by what was measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.file = cache_file(device)
+        try:
+            self.times_s: dict[str, dict[str, float]] = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            self.times_s = {}
+        self.measured = 0
+        """How many were not on disk."""
+
+    def best(self, key: str, candidates: Mapping[str, Callable[[], float]]) -> str:
+        """The fastest candidate's name; measures those that were never measured."""
+        known = self.times_s.get(key, {})
+        if known.keys() != candidates.keys():
+            known = self.times_s[key] = {name: measure() for name, measure in candidates.items()}
+            self.measured += 1
+        return min(known, key=known.__getitem__)
+
+    def save(self) -> None:
+        """Writes the file in one move, so that a reader never sees half of it."""
+        if not self.measured:
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            part = self.file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(self.times_s))
+            part.replace(self.file)
+        except OSError:
+            return  # a full or read-only disk costs a measurement next time, no more
+
+
+def choose_lowerings(
+    array: "FusedArray",
+    mode: Mode,
+    batched: frozenset[str],
+    named: Mapping[str, Any],
+    values: Mapping[str, Any],
+    *,
+    serial: bool,
+) -> Plan | None:
+    """The plan with measured lowerings; None where one member after another is faster."""
+    samples = batch_of(tuple(v[0] if n in batched else v for n, v in named.items() if isinstance(v, Tensor)), {})
+    key = (samples, len(array), torch.is_grad_enabled(), torch.is_autocast_enabled(array.device.type))
+    plan = mode.plan(batched, key)
+    if plan.choice is None:
+        choices = Choices(array.device)
+        _Tuner(array, mode, plan, choices).tune(batched, values, serial=serial)
+        choices.save()
+    return None if plan.choice == _SERIAL else plan
+
+
+class _Tuner:
+    """Measures on copies: no buffer and no random stream moves."""
+
+    def __init__(self, array: "FusedArray", mode: Mode, plan: Plan, choices: Choices) -> None:
+        self.array, self.mode, self.plan, self.choices = array, mode, plan, choices
+
+    def run(self) -> Run:
+        return Run(members=len(self.array), streams=self.array.streams.clone())
+
+    def tune(self, batched: frozenset[str], values: Mapping[str, Any], *, serial: bool) -> None:
+        copies = {name: _copied(value) for name, value in values.items()}
+        inputs = [copies[node.name] for node in self.plan.placeholders]
+        self.plan.walk(self.run(), inputs, self._visit)
+        steps = [step for step in self.plan.steps if step.lowered.others]
+        chosen = [step.chosen for step in steps]
+        best = self._whole(copies, inputs, batched, steps, serial=serial)
+        self._use(steps, [""] * len(steps) if best == _RULES else chosen)
+        self.plan.choice = best
+
+    def _use(self, steps: Sequence[Step], names: Sequence[str]) -> None:
+        for step, name in zip(steps, names, strict=True):
+            step.choose(name)
+        self.plan.recompile()
+
+    def _visit(self, step: Step, arguments: list[Any], result: Any) -> Any:
+        if step.lowered.others:
+            candidates = {"": step.lowered.kernel, **step.lowered.others}
+            key = f"{step.node.target} {_described(arguments)} {self._setting()}"
+            measures = {name: self._measure(kernel, arguments) for name, kernel in candidates.items()}
+            step.choose(self.choices.best(key, measures))
+            return step.kernel(self.run(), *arguments)  # in the layout that the next operator will find
+        return result
+
+    def _setting(self) -> str:
+        kind = self.array.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return f"M={len(self.array)} autocast={autocast}"
+
+    def _measure(self, kernel: Callable[..., Any], arguments: list[Any]) -> Callable[[], float]:
+        def once() -> None:
+            fresh = [_leaf(argument) for argument in arguments]
+            _backward(kernel(run, *fresh))
+
+        run = self.run()
+        return lambda: _timed(once, self.array.device)
+
+    def _whole(
+        self,
+        copies: Mapping[str, Any],
+        inputs: list[Any],
+        batched: frozenset[str],
+        steps: Sequence[Step],
+        *,
+        serial: bool,
+    ) -> str:
+        """The fastest as a whole: each operator's best, the rules' own choices, or one member after another."""
+        chosen, device = [step.chosen for step in steps], self.array.device
+
+        def fused() -> None:
+            _backward(self.plan(self.run(), [_leaf(value) for value in inputs]))
+
+        def one_by_one() -> None:
+            leaves = {name: _leaf(value) for name, value in copies.items()}
+            _backward(run_serially(self.mode, self.run(), leaves, batched))
+
+        def timed(names: Sequence[str]) -> float:
+            self._use(steps, names)
+            return _timed(fused, device)
+
+        candidates = {_FUSED: lambda: timed(chosen)}
+        if any(chosen):
+            candidates[_RULES] = lambda: timed([""] * len(steps))
+        if serial:
+            candidates[_SERIAL] = lambda: _timed(one_by_one, device)
+        if len(candidates) == 1:
+            return _FUSED
+        text = "\n".join(f"{operator.text} {dict(operator.numbers)}" for operator in self.mode.operators[0])
+        key = f"plan {text} {_described(inputs)} {self._setting()} {chosen}"
+        return self.choices.best(hashlib.sha256(key.encode()).hexdigest()[:32], candidates)
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _leaf(argument: Any) -> Any:
+    """The argument as a leaf of its own graph, in the same memory layout."""
+    if isinstance(argument, list | tuple) and not hasattr(argument, "values"):
+        return type(argument)(_leaf(item) for item in argument)
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.detach().requires_grad_(argument.requires_grad)
+
+
+def _backward(result: Any) -> None:
+    tensors = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    if tensors:
+        torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+
+
+def _timed(function: Callable[[], None], device: torch.device) -> float:
+    """Seconds, the smallest of a few: what else the machine does only ever adds."""
+    with torch.enable_grad():
+        function()
+        times = []
+        for _ in range(_REPEATS):
+            _wait(device)
+            start = time.perf_counter()
+            function()
+            _wait(device)
+            times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        strides = value.stride()
+        order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+        return f"{list(value.shape)}{''.join(map(str, order))}{str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_described(item) for item in value)}]"
+    return repr(value)

@@ -1,0 +1,357 @@
+"""The array's optimizer: one update for all members, each with its own numbers, step count and state.
+
+How an update runs on a device is in apply.py, its formula in updates.py. Numbers and step counts live on the device
+and change in place, so that a step can be recorded as a CUDA graph. A class without a formula runs as M torch
+optimizers over slices: slices.py.
+
+Shapes: M = members, P = all of a member's parameters in a bucket.
+"""
+# ruff: noqa: N803, N806 -- shape suffixes are capitals
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burstpool.errors import FusionError
+from burstpool.fusion.apply import apply_at_once, apply_in_chunks
+from burstpool.fusion.options import Factory, flags, for_member, load_numbers, numbers, proxy
+from burstpool.fusion.updates import UPDATES, Bucket, Update
+
+_EXACT = ("lr", "beta1", "beta2", "lr_decay")
+"""Numbers that are also kept in double precision, where torch computes with Python's."""
+
+
+class ArrayOptimizer(Protocol):
+    """What an array needs of its optimizer."""
+
+    proxies: list[torch.optim.Optimizer]
+    """Each member's numbers; what its schedule acts upon."""
+    keeps_state: bool
+    """Whether a member that does not step must keep its state to the bit, not only its weights."""
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Updates all active members, but for those where `skip` [M] is true."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients."""
+        ...
+
+    def pull(self) -> None:
+        """Takes up changes of the proxies' numbers."""
+        ...
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuses options that a new member cannot have."""
+        ...
+
+    def keep(self, indices: Sequence[int], active: Tensor) -> None:
+        """Only these members, in this order."""
+        ...
+
+    def taken(self, indices: Sequence[int], parameters: Mapping[str, nn.Parameter], active: Tensor) -> "ArrayOptimizer":
+        """An optimizer of these members over their new parameters, state carried; they leave this one."""
+        ...
+
+    def admit(self, options: Mapping[str, Any], active: Tensor) -> None:
+        """One more member, with a fresh state."""
+        ...
+
+    def member_state_dict(self, index: int) -> dict[str, Any]:
+        """One member's state as torch's optimizer over its parameters alone would give it."""
+        ...
+
+    def load_member_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
+        """One member's state and numbers, as `member_state_dict` or torch's optimizer alone gave them."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All members' state and numbers."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The same array's optimizer as it was."""
+        ...
+
+
+def make_optimizer(
+    factory: Factory, parameters: Mapping[str, nn.Parameter], options: Mapping[str, Any], *, active: Tensor
+) -> ArrayOptimizer:
+    """The fast way where the class has a formula and members agree in all that is no number."""
+    from burstpool.fusion.slices import SlicedOptimizer
+
+    settings = Settings(factory, options, parameters, len(active))
+    proxies = [settings.proxy(member) for member in range(len(active))]
+    update = UPDATES.get(type(proxies[0]))
+    shared = all(flags([p.param_groups[g] for p in proxies]) is not None for g in range(len(settings.groups)))
+    if update is None or not shared:
+        return SlicedOptimizer(settings, proxies, parameters, active)
+    return FusedOptimizer(settings, proxies, update, parameters, active)
+
+
+class Settings:
+    """What the optimizer was asked for: a factory, options, and groups of parameters with options of their own."""
+
+    def __init__(
+        self, factory: Factory, options: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], members: int
+    ) -> None:
+        self.factory, self.members = factory, members
+        self.options = {name: value for name, value in options.items() if name != "groups"}
+        named = list(options.get("groups") or [])
+        taken = [key for group in named for key in group["keys"]]
+        if unknown := [key for key in taken if key not in parameters]:
+            raise FusionError(f"there is no parameter {unknown[0]!r}; groups name parameters by their state-dict keys")
+        rest = [key for key in parameters if key not in taken]
+        self.groups: list[dict[str, Any]] = [dict(group) for group in named]
+        if rest or not named:
+            self.groups.insert(0, {"keys": rest})
+
+    def proxy(self, member: int) -> torch.optim.Optimizer:
+        """One member's numbers."""
+        options = for_member(self.options, member, self.members)
+        groups = [for_member({k: v for k, v in g.items() if k != "keys"}, member, self.members) for g in self.groups]
+        return proxy(self.factory, options, groups)
+
+    def admitted(self, first: torch.optim.Optimizer, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """A new member's numbers; what is left out is what member 0 was given."""
+        group = first.param_groups[0]  # where a schedule has changed the rate, the one it started with
+        initial = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+        base = {**for_member(self.options, 0, self.members), **initial, **options}
+        groups = [for_member({k: v for k, v in g.items() if k != "keys"}, 0, self.members) for g in self.groups]
+        return proxy(self.factory, base, groups)
+
+
+class FusedOptimizer:
+    """One update for all members."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        proxies: list[torch.optim.Optimizer],
+        update: Update,
+        parameters: Mapping[str, nn.Parameter],
+        active: Tensor,
+    ) -> None:
+        self.settings, self.proxies, self.update = settings, proxies, update
+        self.parameters, self.active = parameters, active
+        self.buckets: list[Bucket] = []
+        self.keeps_state = False
+        """Whether a member that does not step must keep its state to the bit, not only its weights."""
+
+    @property
+    def lr(self) -> list[float]:
+        """Each member's learning rate, of the first group."""
+        return [numbers(p.param_groups[0])["lr"] for p in self.proxies]
+
+    @torch.no_grad()
+    def step(self, skip: Tensor | None = None) -> None:
+        """Updates all active members, but for those where `skip` [M] is true."""
+        mask_M = self.active if skip is None else self.active & ~skip
+        for bucket in self._with_gradients():
+            self._update(bucket, mask_M, keep=skip is not None or self.keeps_state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, or sets them to zero."""
+        for parameter in self.parameters.values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def _update(self, bucket: Bucket, mask_M: Tensor, *, keep: bool) -> None:
+        before = {name: slot.clone() for name, slot in bucket.slots.items()} if keep else {}
+        bucket.step_M.add_(mask_M)
+        # Reading the mask is free on a CPU; on a GPU it would stall every step.
+        masked = mask_M.device.type != "cpu" or not bool(mask_M.all())
+        apply = apply_in_chunks if mask_M.device.type == "cpu" else apply_at_once
+        apply(self.update.formula, bucket, self.parameters, mask_M if masked else None)
+        for name, old in before.items():
+            bucket.slots[name].copy_(torch.where(mask_M.unsqueeze(1), bucket.slots[name], old))
+
+    def fresh(self, bucket: Bucket, name: str) -> Tensor:
+        """A slot before any step."""
+        width = sum(self.parameters[key][0].numel() for key in bucket.keys)
+        first = self.parameters[bucket.keys[0]]
+        slot = torch.zeros(len(self.active), width, dtype=first.dtype, device=first.device)
+        return slot.add_(bucket.numbers["initial_accumulator_value"]) if name == "sum" else slot
+
+    def _with_gradients(self) -> list[Bucket]:
+        """The buckets to update. Parameters that did not always have gradients together part here."""
+        present = {key for key, parameter in self.parameters.items() if parameter.grad is not None}
+        for bucket in list(self.buckets):
+            inside = [key for key in bucket.keys if key in present]
+            if inside and len(inside) < len(bucket.keys):
+                self._part(bucket, inside)
+        known = {key for bucket in self.buckets for key in bucket.keys}
+        self._add_buckets(present - known)
+        return [bucket for bucket in self.buckets if bucket.keys[0] in present]
+
+    def _add_buckets(self, keys: set[str]) -> None:
+        for group, described in enumerate(self.settings.groups):
+            mine = [key for key in described["keys"] if key in keys]
+            for dtype in dict.fromkeys(self.parameters[key].dtype for key in mine):
+                same = [key for key in mine if self.parameters[key].dtype is dtype]
+                step_M = torch.zeros(len(self.active), dtype=torch.float64, device=self.active.device)
+                bucket = Bucket(same, group, {}, {}, step_M, {})
+                self._fill(bucket)
+                self.buckets.append(bucket)
+
+    def _part(self, bucket: Bucket, inside: Sequence[str]) -> None:
+        sizes = [self.parameters[key][0].numel() for key in bucket.keys]
+        pieces = {
+            name: dict(zip(bucket.keys, torch.split(slot, sizes, 1), strict=True))
+            for name, slot in bucket.slots.items()
+        }
+        self.buckets.remove(bucket)
+        for keys in (list(inside), [key for key in bucket.keys if key not in inside]):
+            slots = {name: torch.cat([piece[key] for key in keys], 1) for name, piece in pieces.items()}
+            part = Bucket(keys, bucket.group, {}, bucket.flags, bucket.step_M.clone(), slots)
+            self._fill(part)
+            self.buckets.append(part)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """The bucket's numbers from the proxies, in place where they are on the device already."""
+        groups = [p.param_groups[bucket.group] for p in self.proxies]
+        found = flags(groups)
+        if found is None:
+            raise FusionError("members differ in an option of the optimizer that is no number; use two arrays")
+        bucket.flags = found
+        dtype, device = self.parameters[bucket.keys[0]].dtype, self.active.device
+        columns = {name: [numbers(group)[name] for group in groups] for name in numbers(groups[0])}
+        for name, values in columns.items():
+            exact = torch.tensor(values, dtype=torch.float64).unsqueeze(1)
+            _set(bucket.numbers, name, exact.to(dtype), device)
+            if name in _EXACT:
+                _set(bucket.numbers, f"{name}_exact", exact, device)
+        for name in self.update.slots(found):
+            if name not in bucket.slots:
+                bucket.slots[name], bucket.chunks = self.fresh(bucket, name), None
+
+    def pull(self) -> None:
+        """Takes up changes of the proxies' numbers."""
+        for bucket in self.buckets:
+            self._fill(bucket)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuses options that a new member cannot have."""
+        new = self.settings.admitted(self.proxies[0], options)
+        for mine, theirs in zip(self.proxies[0].param_groups, new.param_groups, strict=True):
+            if flags([mine, theirs]) is None:
+                raise FusionError("a new member may differ in numbers only; its other options must be member 0's")
+
+    def keep(self, indices: Sequence[int], active: Tensor) -> None:
+        """Only these members, in this order."""
+        self.active = active
+        self.proxies = [self.proxies[index] for index in indices]
+        chosen = torch.tensor(indices, device=active.device)
+        for bucket in self.buckets:
+            bucket.step_M = bucket.step_M[chosen]
+            bucket.slots = {name: slot[chosen] for name, slot in bucket.slots.items()}
+            bucket.numbers, bucket.chunks = {}, None
+        self.pull()
+
+    def taken(self, indices: Sequence[int], parameters: Mapping[str, nn.Parameter], active: Tensor) -> "FusedOptimizer":
+        """An optimizer of these members over their new parameters, state carried; they leave this one."""
+        other = copy.copy(self)
+        other.parameters, other.buckets = parameters, [dataclasses.replace(bucket) for bucket in self.buckets]
+        other.keep(indices, active)
+        return other
+
+    def admit(self, options: Mapping[str, Any], active: Tensor) -> None:
+        """One more member, with a fresh state."""
+        self.active = active
+        self.proxies.append(self.settings.admitted(self.proxies[0], options))
+        start = numbers(self.proxies[-1].param_groups[0]).get("initial_accumulator_value", 0.0)
+        for bucket in self.buckets:
+            bucket.step_M = torch.cat([bucket.step_M, torch.zeros_like(bucket.step_M[:1])])
+            for name, slot in bucket.slots.items():
+                fresh = torch.full_like(slot[:1], start if name == "sum" else 0.0)
+                bucket.slots[name] = torch.cat([slot, fresh])
+            bucket.numbers, bucket.chunks = {}, None
+        self.pull()
+
+    def member_state_dict(self, index: int) -> dict[str, Any]:
+        """One member's state as torch's optimizer over its parameters alone would give it."""
+        order = [key for group in self.settings.groups for key in group["keys"]]
+        state: dict[int, dict[str, Tensor]] = {}
+        counts_steps = not isinstance(self.proxies[index], torch.optim.SGD)
+        for bucket in self.buckets:
+            shapes = [self.parameters[key].shape[1:] for key in bucket.keys]
+            for name, slot in bucket.slots.items():
+                for key, part, shape in zip(
+                    bucket.keys, torch.split(slot[index], [s.numel() for s in shapes]), shapes, strict=True
+                ):
+                    state.setdefault(order.index(key), {})[name] = part.view(shape).clone()
+            for key in bucket.keys:
+                if counts_steps:
+                    state.setdefault(order.index(key), {})["step"] = bucket.step_M[index].float().cpu()
+        exported = self.proxies[index].state_dict()["param_groups"]
+        for group, described in zip(exported, self.settings.groups, strict=True):
+            group["params"] = [order.index(key) for key in described["keys"]]
+        return {"state": dict(sorted(state.items())), "param_groups": exported}
+
+    @torch.no_grad()
+    def load_member_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
+        """One member's state and numbers, as `member_state_dict` or torch's optimizer alone gave them."""
+        order = [key for group in self.settings.groups for key in group["keys"]]
+        saved = {order[place]: slots for place, slots in state["state"].items()}
+        load_numbers(self.proxies[index], state["param_groups"])
+        self._add_buckets(saved.keys() - {key for bucket in self.buckets for key in bucket.keys})
+        for bucket in self.buckets:
+            present = [key for key in bucket.keys if key in saved]
+            if present and len(present) < len(bucket.keys):
+                raise FusionError(f"the state has {present[0]!r} but not {set(bucket.keys) - set(present)}")
+            if not present:
+                continue
+            # SGD counts no steps; that there is a state says that there was one.
+            bucket.step_M[index] = float(saved[present[0]].get("step", 1.0))
+            for name, slot in bucket.slots.items():
+                rows = [saved[key].get(name) for key in bucket.keys]
+                slot[index] = torch.cat([row.reshape(-1) for row in rows]) if rows[0] is not None else 0.0
+        self.pull()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All members' state and numbers."""
+        buckets = [
+            {
+                "keys": b.keys,
+                "group": b.group,
+                "step": b.step_M.clone(),
+                "slots": {k: v.clone() for k, v in b.slots.items()},
+            }
+            for b in self.buckets
+        ]
+        return {"buckets": buckets, "numbers": [p.state_dict()["param_groups"] for p in self.proxies]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The same array's optimizer as it was."""
+        if len(state["numbers"]) != len(self.proxies):
+            raise FusionError(
+                f"the optimizer was saved with {len(state['numbers'])} members; this one has {len(self.proxies)}"
+            )
+        for proxy_, groups in zip(self.proxies, state["numbers"], strict=True):
+            load_numbers(proxy_, groups)
+        device = self.active.device
+        self.buckets = [
+            Bucket(
+                list(saved["keys"]),
+                saved["group"],
+                {},
+                {},
+                saved["step"].to(device, copy=True),
+                {name: slot.to(device, copy=True) for name, slot in saved["slots"].items()},
+            )
+            for saved in state["buckets"]
+        ]
+        self.pull()
+
+
+def _set(columns: dict[str, Tensor], name: str, values: Tensor, device: torch.device) -> None:
+    if name in columns and columns[name].shape == values.shape:
+        columns[name].copy_(values)
+    else:
+        columns[name] = values.to(device)

@@ -1,0 +1,82 @@
+"""Options: each member's own numbers of an optimizer, held by M of torch's own optimizers over nothing.
+
+torch's classes check the numbers, fill in defaults, and are what torch's schedulers act upon; the array reads the
+numbers off them. A list gives one value a member; a tuple, as `betas`, is one value.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burstpool.errors import FusionError
+
+Factory = Callable[..., torch.optim.Optimizer]
+
+
+def for_member(options: Mapping[str, Any], member: int, members: int) -> dict[str, Any]:
+    """The options of one member."""
+    return {name: _value(name, value, member, members) for name, value in options.items()}
+
+
+def _value(name: str, value: Any, member: int, members: int) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 1:
+        value = value.tolist()
+    if not isinstance(value, list) or (name == "betas" and value and not isinstance(value[0], Sequence)):
+        return value
+    if len(value) != members:
+        raise FusionError(f"{name} has {len(value)} values for {members} members; pass one each, or one number for all")
+    return value[member]
+
+
+def proxy(factory: Factory, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+    """torch's optimizer with a member's numbers and nothing to optimise; a group for each of the array's."""
+    described = [
+        {"params": [nn.Parameter(torch.zeros(1))], **{k: v for k, v in group.items() if k != "keys"}}
+        for group in groups
+    ]
+    try:
+        return factory(described, **options)
+    except (TypeError, ValueError) as error:
+        raise FusionError(f"{getattr(factory, '__name__', 'the optimizer')} refuses {dict(options)}: {error}") from None
+
+
+def numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a group that members may differ in."""
+    found: dict[str, float] = {}
+    for name, value in group.items():
+        if name == "betas":
+            found["beta1"], found["beta2"] = (float(beta) for beta in value)
+        elif isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+            found[name] = float(value)
+    return found
+
+
+def load_numbers(proxy: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """A member's numbers as they were saved."""
+    if len(groups) != len(proxy.param_groups):
+        raise FusionError(
+            f"the optimizer's state has {len(groups)} groups of parameters, this one {len(proxy.param_groups)}"
+        )
+    for mine, saved in zip(proxy.param_groups, groups, strict=True):
+        mine.update({name: value for name, value in saved.items() if name not in ("params", "param_names")})
+
+
+def flags(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What of a group is no number, the same for all members; None where they differ."""
+    ignored = {"params", "foreach", "fused", "capturable", "differentiable"}
+    found = [
+        {k: v for k, v in g.items() if isinstance(v, bool | str | type(None)) and k not in ignored} for g in groups
+    ]
+    if any(other != found[0] for other in found):
+        return None
+    columns = {
+        name: [numbers(group).get(name, 0.0) for group in groups] for name in ("momentum", "dampening", "weight_decay")
+    }
+    return {
+        **found[0],
+        "has_momentum": any(columns["momentum"]),
+        "damps": any(columns["dampening"]),
+        "decays": any(columns["weight_decay"]),
+    }

@@ -1,0 +1,85 @@
+"""Dropout of every kind and other random numbers: each member draws from its own stream, with its own probability.
+
+`dropout` and `feature_dropout` draw the masks member by member and multiply once; whatever else is random runs
+member by member with torch's own generator set to the member's stream.
+
+Shapes: M = members.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burstpool.fusion.rules.base import Call, Lowered, PerMember, Rule, Run, column
+
+aten = torch.ops.aten
+
+
+def probabilities(p: Any, members: int) -> list[float]:
+    """Each member's own."""
+    return list(p.values) if isinstance(p, PerMember) else [p] * members
+
+
+def memory_order(tensor: Tensor) -> list[int] | None:
+    """The tensor's dimensions from the outermost in memory to the innermost; None for the usual order.
+
+    torch draws a mask in this order, so a transposed input gets another mask than a contiguous one.
+    """
+    strides = [int(s.node.hint) if isinstance(s, torch.SymInt) else s for s in torch.empty_like(tensor).stride()]
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    order_of_sized = [dim for dim in order if tensor.shape[dim] != 1]
+    return order if order_of_sized != sorted(order_of_sized) else None
+
+
+def scaled_mask(run: Run, shape: Sequence[int], p: Any, like: Tensor, order: Sequence[int] | None = None) -> Tensor:
+    """[M, *shape]: zero where dropped, 1 / (1 - p) where kept. Draws what torch's dropout would draw."""
+    if order is not None:
+        mask = scaled_mask(run, [shape[dim] for dim in order], p, like)
+        return mask.permute(0, *(order.index(dim) + 1 for dim in range(len(shape))))
+    mask = torch.empty(run.members, *shape, dtype=like.dtype, device=like.device)
+    ps = probabilities(p, run.members)
+    for row, p_i, generator in zip(mask.unbind(0), ps, run.streams.generators, strict=True):
+        if 0 < p_i < 1 and row.numel():
+            row.bernoulli_(1 - p_i, generator=generator)
+        else:
+            row.fill_(float(p_i < 1))
+    if isinstance(p, PerMember):
+        kept = column(tuple(1 - p_i or 1.0 for p_i in ps), like.dtype, like.device)
+        return mask.div_(kept.view(-1, *[1] * len(shape)))
+    return mask.div_(1 - p) if 0 < p < 1 else mask
+
+
+def _is_off(p: Any) -> bool:
+    return not isinstance(p, PerMember) and p == 0
+
+
+def _dropout(call: Call) -> Lowered | None:
+    name = call.op.overloadpacket.__name__
+    in_place, by_feature = name.endswith("_"), name.startswith("feature")
+    first, batched = next(iter(call.arguments)), call.is_batched(next(iter(call.arguments)))
+    if isinstance(call["train"], PerMember):
+        return None
+    if not call["train"] or _is_off(call["p"]):
+        if batched:
+            return Lowered(kernel=lambda run, x, *_: x, why="off: hands its input on")
+        return Lowered(kernel=lambda run, x, *_: x, way="shared", why="off: hands its input on", batched=False)
+    if in_place and not batched:
+        return None
+    rank = call.rank(first)
+    order = None if by_feature else memory_order(call.tensor(first))
+    if by_feature and rank < 2:
+        return None
+
+    def kernel(run: Run, x: Tensor, p: Any, train: bool) -> Tensor:
+        shape = x.shape[1:] if batched else x.shape
+        mask = scaled_mask(run, (*shape[:2], *[1] * (rank - 2)) if by_feature else shape, p, x, order)
+        return x.mul_(mask) if in_place else x * mask
+
+    return Lowered(kernel=kernel, why="each member's own stream and probability, one product")
+
+
+RULES: dict[Callable[..., Any], Rule] = dict.fromkeys(
+    (aten.dropout, aten.dropout_, aten.feature_dropout, aten.feature_dropout_), _dropout
+)

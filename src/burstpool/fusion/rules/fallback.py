@@ -1,0 +1,126 @@
+"""Where no rule knows better: torch's vmap of the operator, else a loop over members.
+
+vmap is tried on tensors without data when the plan is made; an operator that it does not know, or only knows as a
+slow loop of its own, runs in our loop. Random operators always do, each member with its own stream.
+"""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from burstpool.fusion.rules.base import Call, Kernel, Lowered, PerMember, Run, caller
+
+_TRIAL_MEMBERS = 2
+
+
+def fallback(call: Call) -> Lowered:
+    """vmap's rule, else a loop."""
+    if torch.Tag.nondeterministic_seeded in call.op.tags:
+        return Lowered(kernel=_loop(call, random=True), way="loop", why="random: each member draws from its own stream")
+    if call.per_member():
+        names = ", ".join(call.per_member())
+        return Lowered(kernel=_loop(call), way="loop", why=f"members have different {names}")
+    problem = "writes in place" if call.op._schema.is_mutable else _vmap_problem(call)
+    if problem is None:
+        return Lowered(kernel=_vmap(call), way="vmap", why="no rule; vmap has one")
+    return Lowered(kernel=_loop(call), way="loop", why=f"no rule; vmap: {problem}")
+
+
+def looped(call: Call, why: str) -> Lowered:
+    """A loop over members, where vmap's rule is known to be wrong."""
+    return Lowered(kernel=_loop(call), way="loop", why=why)
+
+
+def _in_dims(call: Call) -> tuple[Any, ...]:
+    return tuple(_tree_dims(call.flags(value)) for value in call.arguments.values())
+
+
+def _tree_dims(flags: Any) -> Any:
+    if isinstance(flags, list | tuple):
+        return [_tree_dims(flag) for flag in flags] if any(pytree.tree_leaves(flags)) else None
+    return 0 if flags else None
+
+
+def _vmap(call: Call) -> Kernel:
+    mapped = torch.vmap(caller(call.op), in_dims=_in_dims(call))
+
+    def kernel(run: Run, *arguments: Any) -> Any:
+        return mapped(*(list(a) if isinstance(a, tuple) else a for a in arguments))
+
+    return kernel
+
+
+def _vmap_problem(call: Call) -> str | None:
+    """None where vmap has a rule of its own for the operator."""
+    try:
+        arguments = [_trial(value, call) for value in call.arguments.values()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _vmap(call)(None, *arguments)
+    except Warning:
+        return "has no rule and would loop more slowly"
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0][:120]
+    return None
+
+
+def _trial(value: Any, call: Call) -> Any:
+    """The argument with tensors that hold no data."""
+    if isinstance(value, list | tuple):
+        return [_trial(item, call) for item in value]
+    if not isinstance(value, fx.Node):
+        return value
+    meta = value.meta.get("val")
+    if not isinstance(meta, torch.Tensor):
+        return _hint(meta)
+    shape = [_hint(size) for size in meta.shape]
+    if call.flags(value):
+        shape.insert(0, _TRIAL_MEMBERS)
+    return torch.empty(shape, dtype=meta.dtype, device="meta")
+
+
+def _hint(size: Any) -> Any:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+
+
+def _loop(call: Call, *, random: bool = False) -> Kernel:
+    op = caller(call.op)
+    flags = [call.flags(value) for value in call.arguments.values()]
+    in_place = call.op._schema.is_mutable
+
+    def kernel(run: Run, *arguments: Any) -> Any:
+        columns = [_split(a, f, run.members, in_place) for a, f in zip(arguments, flags, strict=True)]
+        results = []
+        for member, row in enumerate(zip(*columns, strict=True)):
+            one = functools.partial(op, *row)
+            results.append(run.streams.drawing(member, one) if random else one())
+        return arguments[0] if in_place else joined(results)
+
+    return kernel
+
+
+def _split(value: Any, flags: Any, members: int, in_place: bool) -> Sequence[Any]:
+    """The argument of each member. Autograd lets nobody write into the results of unbind."""
+    if isinstance(value, PerMember):
+        return value.values
+    if isinstance(flags, list | tuple):
+        columns = [_split(item, flag, members, in_place) for item, flag in zip(value, flags, strict=True)]
+        return [list(row) for row in zip(*columns, strict=True)] if columns else [[]] * members
+    if not flags:
+        return [value] * members
+    return [value[i] for i in range(members)] if in_place else value.unbind(0)
+
+
+def joined(results: Sequence[Any]) -> Any:
+    """Members' results as one, tensors stacked."""
+    leaves = [pytree.tree_flatten(result) for result in results]
+    stacked = [
+        torch.stack(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
+        for parts in zip(*(flat for flat, _ in leaves), strict=True)
+    ]
+    return pytree.tree_unflatten(stacked, leaves[0][1])

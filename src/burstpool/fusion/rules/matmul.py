@@ -1,0 +1,118 @@
+"""Linear layers and matrix products: one batched product, or one wide product where members share their input.
+
+Shapes: M = members, P = all dimensions before the last, I = inputs, O = outputs.
+"""
+# ruff: noqa: N803, N806 -- shape suffixes are capitals
+
+import string
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, padded, with_members
+
+aten = torch.ops.aten
+
+
+def _linear(call: Call) -> Lowered | None:
+    x, weight, bias = call.is_batched("input"), call.is_batched("weight"), call.is_batched("bias")
+    if call.rank("weight") != 2:
+        return None
+    if not weight:
+        return None if bias else Lowered(kernel=lambda run, *a: aten.linear(*a), why="all members use one weight")
+    if call["bias"] is not None and not bias:
+        return None
+    if not x:
+        return Lowered(kernel=_linear_shared, why="one wide product: members share the input")
+    if call.rank("input") < 1:
+        return None
+    return Lowered(kernel=_linear_batched, why="one batched product")
+
+
+def _linear_shared(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
+    bias = None if b_MO is None else b_MO.flatten()
+    y = torch.nn.functional.linear(x, w_MOI.flatten(0, 1), bias)
+    return y.view(*y.shape[:-1], run.members, -1).movedim(-2, 0)
+
+
+def _linear_batched(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
+    x_MPI = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+    w_MIO = w_MOI.transpose(1, 2)
+    y_MPO = torch.bmm(x_MPI, w_MIO) if b_MO is None else torch.baddbmm(b_MO.unsqueeze(1), x_MPI, w_MIO)
+    return y_MPO.view(*x.shape[:-1], w_MOI.shape[1])
+
+
+def _matmul(call: Call) -> Lowered | None:
+    left, right = list(call.arguments)[:2]
+    ranks = call.rank(left), call.rank(right)
+    if min(ranks) < 2:
+        return None  # vectors: vmap knows them
+    missing = [
+        max(ranks) - rank if call.is_batched(name) else 0 for name, rank in zip((left, right), ranks, strict=True)
+    ]
+    if not call.is_batched(left) and ranks[0] == 2 and ranks[1] == 2:
+        return Lowered(kernel=_mm_shared, why="one wide product: members share the left factor")
+
+    def kernel(run: Run, a: Tensor, b: Tensor) -> Tensor:
+        return torch.matmul(padded(a, missing[0]), padded(b, missing[1]))
+
+    return Lowered(kernel=kernel, why="one batched product")
+
+
+def _mm_shared(run: Run, x_PI: Tensor, w_MIO: Tensor) -> Tensor:
+    y = x_PI @ w_MIO.transpose(0, 1).flatten(1)
+    return y.view(x_PI.shape[0], run.members, -1).transpose(0, 1)
+
+
+def _bmm(call: Call) -> Lowered | None:
+    left, right = call.is_batched("self"), call.is_batched("mat2")
+
+    def kernel(run: Run, a: Tensor, b: Tensor) -> Tensor:
+        a = a if left else with_members(a, run.members)
+        b = b if right else with_members(b, run.members)
+        y = torch.bmm(a.flatten(0, 1), b.flatten(0, 1))
+        return y.view(run.members, -1, *y.shape[1:])
+
+    return Lowered(kernel=kernel, why="members folded into the product's batch")
+
+
+def _addmm(call: Call) -> Lowered | None:
+    flags = [call.is_batched(name) for name in ("self", "mat1", "mat2")]
+    if call.rank("self") == 0:
+        return None
+    vector = call.rank("self") == 1
+
+    def kernel(run: Run, c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+        c, a, b = (t if f else with_members(t, run.members) for t, f in zip((c, a, b), flags, strict=True))
+        return torch.baddbmm(c.unsqueeze(1) if vector else c, a, b, beta=beta, alpha=alpha)
+
+    return Lowered(kernel=kernel, why="one batched product")
+
+
+def _einsum(call: Call) -> Lowered | None:
+    equation: str = call["equation"].replace(" ", "")
+    if "." in equation or call["path"] is not None:
+        return None
+    operands, _, result = equation.partition("->")
+    if "->" not in equation:
+        letters = operands.replace(",", "")
+        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    free = next((letter for letter in string.ascii_letters if letter not in equation), None)
+    if free is None:
+        return None
+    flags = call.flags(call["tensors"])
+    terms = [free + term if flag else term for term, flag in zip(operands.split(","), flags, strict=True)]
+    fused = f"{','.join(terms)}->{free}{result}"
+    return Lowered(kernel=lambda run, _, tensors, path: torch.einsum(fused, *tensors), why=f"einsum {fused}")
+
+
+RULES: dict[Callable[..., Any], Rule] = {
+    aten.linear: _linear,
+    aten.matmul: _matmul,
+    aten.mm: _matmul,
+    aten.bmm: _bmm,
+    aten.addmm: _addmm,
+    aten.einsum: _einsum,
+}

@@ -1,0 +1,131 @@
+"""Norms: batch and instance norm see M·C channels, layer and RMS norm scale by each member's own weight.
+
+Shapes: M = members, N = samples, C = channels, F = normalised features.
+"""
+# ruff: noqa: N803, N806 -- shape suffixes are capitals
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, with_members
+from burstpool.fusion.rules.layout import channels_folded, channels_unfolded, per_channel
+
+aten = torch.ops.aten
+
+_STATE = ("weight", "bias", "running_mean", "running_var")
+
+
+def _folded_norm(call: Call) -> Lowered | None:
+    """Batch and instance norm: each channel is on its own, so members' channels lie side by side."""
+    state = [name for name in _STATE if call[name] is not None]
+    if any(not call.is_batched(name) for name in state) or call.rank("input") < 2 or call.per_member():
+        return None
+    batched, op = call.is_batched("input"), call.op
+
+    def kernel(run: Run, x: Tensor, *rest: Any) -> Tensor:
+        x_NC = channels_folded(x if batched else with_members(x, run.members))
+        flat = [None if t is None else t.view(-1) for t in rest[:4]]
+        return channels_unfolded(op(x_NC, *flat, *rest[4:]), run.members)
+
+    others = {"formula": _batch_norm_formula} if _has_formula(call) else {}
+    return Lowered(kernel=kernel, why="one norm of M·C channels", others=others)
+
+
+def _has_formula(call: Call) -> bool:
+    names = ("weight", "bias", "running_mean", "running_var")
+    is_batch_norm = call.op.overloadpacket is aten.batch_norm
+    return (
+        is_batch_norm
+        and call.is_batched("input")
+        and bool(call["training"])
+        and all(call[n] is not None for n in names)
+    )
+
+
+def _batch_norm_formula(
+    run: Run,
+    x_MNC: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> Tensor:
+    """Statistics and scaling apart, in whatever layout x has; a compiler makes two passes of it."""
+    dims = [1, *range(3, x_MNC.dim())]
+    rank = x_MNC.dim() - 1
+    wide = x_MNC.float() if x_MNC.dtype in (torch.float16, torch.bfloat16) else x_MNC
+    var_MC, mean_MC = torch.var_mean(wide, dims, correction=0)
+    count = x_MNC.numel() // var_MC.numel()
+    with torch.no_grad():
+        running_mean.lerp_(mean_MC.to(running_mean.dtype), momentum)
+        running_var.lerp_((var_MC * (count / max(count - 1, 1))).to(running_var.dtype), momentum)
+    scale_MC = weight * torch.rsqrt(var_MC + eps)
+    shift_MC = bias - mean_MC * scale_MC
+    return torch.addcmul(per_channel(shift_MC, rank), wide, per_channel(scale_MC, rank)).to(x_MNC.dtype)
+
+
+def _group_norm(call: Call) -> Lowered | None:
+    if any(call[name] is not None and not call.is_batched(name) for name in ("weight", "bias")):
+        return None
+    batched = call.is_batched("input")
+
+    def kernel(
+        run: Run, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, cudnn: bool
+    ) -> Tensor:
+        x_NC = channels_folded(x if batched else with_members(x, run.members))
+        flat = [None if t is None else t.view(-1) for t in (weight, bias)]
+        return channels_unfolded(aten.group_norm(x_NC, groups * run.members, *flat, eps, cudnn), run.members)
+
+    return Lowered(kernel=kernel, why="one norm of M times the groups")
+
+
+def _own(w_MF: Tensor, x: Tensor) -> Tensor:
+    """[M, F] → [M, 1, …, F], in the type of x."""
+    return w_MF.view(w_MF.shape[0], *[1] * (x.dim() - w_MF.dim()), *w_MF.shape[1:]).to(x.dtype)
+
+
+def _layer_norm(call: Call) -> Lowered | None:
+    if any(call[name] is not None and not call.is_batched(name) for name in ("weight", "bias")):
+        return None
+    batched = call.is_batched("input")
+
+    def kernel(
+        run: Run, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, cudnn: bool
+    ) -> Tensor:
+        y: Tensor = aten.layer_norm(x, shape, None, None, eps, cudnn)
+        y = y if batched else y.unsqueeze(0)
+        if weight is None:
+            return y if bias is None else y + _own(bias, y)
+        weight = _own(weight, y)
+        return y * weight if bias is None else torch.addcmul(_own(bias, y), y, weight)
+
+    return Lowered(kernel=kernel, why="normalised together, scaled by each member's own weight")
+
+
+def _rms_norm(call: Call) -> Lowered | None:
+    if call["weight"] is not None and not call.is_batched("weight"):
+        return None
+    batched = call.is_batched("input")
+
+    def kernel(run: Run, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        y: Tensor = aten.rms_norm(x, shape, None, eps)
+        y = y if batched else y.unsqueeze(0)
+        return y if weight is None else y * _own(weight, y)
+
+    return Lowered(kernel=kernel, why="normalised together, scaled by each member's own weight")
+
+
+RULES: dict[Callable[..., Any], Rule] = {
+    aten.batch_norm: _folded_norm,
+    aten.instance_norm: _folded_norm,
+    aten.group_norm: _group_norm,
+    aten.layer_norm: _layer_norm,
+    aten.rms_norm: _rms_norm,
+}

@@ -1,0 +1,167 @@
+"""Views and joins: sizes get the member dimension in front, dimensions move one to the right.
+
+Where an in-place operator writes through a view, the plan keeps the memory contiguous, so that these stay views.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, caller, with_members
+from burstpool.model.segment import memory_chain, written_argument
+
+aten = torch.ops.aten
+
+
+def _view(call: Call) -> Lowered | None:
+    if "size" not in call.arguments and "shape" not in call.arguments:
+        return Lowered(kernel=lambda run, x, dtype: x.view(dtype), why="the same memory read as another type")
+
+    def kernel(run: Run, x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+        return x.reshape(run.members, *_known(size, x, run.members))
+
+    return Lowered(kernel=kernel, why="sizes of one member, member dimension in front")
+
+
+def _known(size: Sequence[int], x: torch.Tensor, members: int) -> Sequence[int]:
+    """Sizes without -1: an empty tensor does not tell it."""
+    if -1 not in size or x.numel() == 0:
+        return size
+    rest = math.prod(n for n in size if n != -1)
+    return [x.numel() // members // rest if n == -1 else n for n in size]
+
+
+def _flatten(call: Call) -> Lowered | None:
+    rank, start, end = call.rank("self"), call["start_dim"], call["end_dim"]
+    if rank == 0:
+        return None
+    first, last = start % rank + 1, end % rank + 1
+    return Lowered(kernel=lambda run, x, *_: x.flatten(first, last), why="dimensions shifted")
+
+
+def _unflatten(call: Call) -> Lowered | None:
+    dim = call["dim"] % call.rank("self") + 1
+    return Lowered(kernel=lambda run, x, _, sizes: x.unflatten(dim, list(sizes)), why="dimension shifted")
+
+
+def _expand(call: Call) -> Lowered | None:
+    rank = call.rank("self")
+
+    def kernel(run: Run, x: torch.Tensor, size: Sequence[int], *_: Any) -> torch.Tensor:
+        new = len(size) - rank
+        return x.view(run.members, *[1] * new, *x.shape[1:]).expand(run.members, *size) if new else x.expand(-1, *size)
+
+    return Lowered(kernel=kernel, why="member dimension kept in front")
+
+
+def _repeat(call: Call) -> Lowered | None:
+    rank = call.rank("self")
+
+    def kernel(run: Run, x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+        new = len(repeats) - rank
+        return x.reshape(run.members, *[1] * new, *x.shape[1:]).repeat(1, *repeats)
+
+    return Lowered(kernel=kernel, why="member dimension kept in front")
+
+
+def _permute(call: Call) -> Lowered | None:
+    rank = call.rank("self")
+    order = [0, *(dim % rank + 1 for dim in call["dims"])] if rank else [0]
+    return Lowered(kernel=lambda run, x, _: x.permute(order), why="dimensions shifted")
+
+
+def _t(call: Call) -> Lowered | None:
+    if call.rank("self") < 2:
+        return Lowered(kernel=lambda run, x: x, why="a vector is its own transpose")
+    return Lowered(kernel=lambda run, x: x.transpose(1, 2), why="dimensions shifted")
+
+
+def _squeeze(call: Call) -> Lowered | None:
+    rank = call.rank("self")
+    dims = call.arguments.get("dim")
+    asked = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
+    # What export saw as 1 is 1 for every batch it allows.
+    gone = tuple(d % rank + 1 for d in asked if rank and call.tensor("self").shape[d] == 1)
+    return Lowered(kernel=lambda run, x, *_: x.squeeze(gone) if gone else x, why="dimensions shifted")
+
+
+def _cat(call: Call) -> Lowered | None:
+    flags = call.flags(call["tensors"])
+    dim = call["dim"]
+    if any(node.meta["val"].dim() == 0 for node in call["tensors"]) and call.op.overloadpacket is aten.cat:
+        return None
+    shifted = dim if dim < 0 else dim + 1
+    function = torch.stack if call.op.overloadpacket is aten.stack else torch.cat
+
+    def kernel(run: Run, tensors: Sequence[torch.Tensor], _: int) -> torch.Tensor:
+        parts = [t if f else with_members(t, run.members) for t, f in zip(tensors, flags, strict=True)]
+        return function(parts, shifted)
+
+    return Lowered(kernel=kernel, why="dimension shifted")
+
+
+def _pad(call: Call) -> Lowered | None:
+    if call["mode"] == "constant":
+        return Lowered(
+            kernel=lambda run, x, pad, mode, value: aten.pad(x, pad, mode, value), why="counts from the last"
+        )
+
+    def kernel(run: Run, x: torch.Tensor, pad: Sequence[int], mode: str, value: float | None) -> torch.Tensor:
+        folded = aten.pad(x.flatten(0, 1), pad, mode, value)
+        return folded.view(run.members, -1, *folded.shape[1:])  # type: ignore[no-any-return]
+
+    return Lowered(kernel=kernel, why="members folded into samples")
+
+
+def _contiguous(call: Call) -> Lowered | None:
+    """Needed for views, which are reshapes here; a copy only where someone writes into it."""
+    written = (written_argument(node) for node in call.node.graph.nodes)
+    if any(call.node in memory_chain(target) for target in written if target is not None):
+        return Lowered(kernel=lambda run, x, _: x.contiguous(), why="a copy, as it is written to")
+    return Lowered(kernel=lambda run, x, _: x, why="no copy needed")
+
+
+def _sym_size(call: Call) -> Lowered | None:
+    rank = call.rank("self")
+    dim = call["dim"] % rank + 1
+    return Lowered(kernel=lambda run, x, _: x.shape[dim], way="shared", why="a size", batched=False)
+
+
+def _numel(call: Call) -> Lowered | None:
+    return Lowered(kernel=lambda run, x: x.numel() // run.members, way="shared", why="a size", batched=False)
+
+
+def _new(call: Call) -> Lowered | None:
+    """`x.new_zeros(size)` takes only the type and the device of x."""
+    names = list(call.arguments)[1:]
+    if any(call.is_batched(name) for name in names):
+        return None
+    op = caller(call.op)
+    return Lowered(kernel=lambda run, x, *rest: op(x[0], *rest), way="shared", why="takes no values", batched=False)
+
+
+RULES: dict[Callable[..., Any], Rule] = {
+    aten.view: _view,
+    aten.reshape: _view,
+    aten._unsafe_view: _view,
+    aten.flatten: _flatten,
+    aten.unflatten: _unflatten,
+    aten.expand: _expand,
+    aten.repeat: _repeat,
+    aten.permute: _permute,
+    aten.t: _t,
+    aten.squeeze: _squeeze,
+    aten.cat: _cat,
+    aten.concat: _cat,
+    aten.stack: _cat,
+    aten.pad: _pad,
+    aten.contiguous: _contiguous,
+    aten.sym_size: _sym_size,
+    aten.sym_numel: _numel,
+    aten.new_zeros: _new,
+    aten.new_ones: _new,
+    aten.new_full: _new,
+    aten.new_empty: _new,
+}

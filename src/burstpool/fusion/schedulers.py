@@ -1,0 +1,79 @@
+"""Schedules: M of torch's own schedulers, each acting on its member's numbers, which the optimizer then takes up.
+
+Everything a scheduler changes in its optimizer's groups counts: the rate, and momentum or betas where it cycles them.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from burstpool.errors import FusionError
+from burstpool.fusion.optim import ArrayOptimizer
+from burstpool.fusion.options import for_member
+
+
+class ArrayScheduler:
+    """One schedule a member."""
+
+    def __init__(self, factory: Callable[..., Any], optimizer: ArrayOptimizer, options: Mapping[str, Any]) -> None:
+        self.factory, self.optimizer = factory, optimizer
+        members = len(optimizer.proxies)
+        self._given = [for_member(options, member, members) for member in range(members)]
+        self.schedulers = [self._made(given, member) for member, given in enumerate(self._given)]
+        optimizer.pull()
+
+    def _made(self, given: Mapping[str, Any], member: int) -> Any:
+        # torch wraps `step` to warn of a schedule that steps before its optimizer; a proxy never steps.
+        proxy = self.optimizer.proxies[member]
+        try:
+            made = self.factory(proxy, **given)
+        except (TypeError, ValueError) as error:
+            name = getattr(self.factory, "__name__", "the scheduler")
+            raise FusionError(f"{name} refuses {dict(given)} of member {member}: {error}") from None
+        proxy._opt_called = True  # type: ignore[attr-defined]
+        return made
+
+    def step(self, metrics: Tensor | Sequence[float] | None = None) -> None:
+        """One step for all; `metrics`, one a member, for schedules that watch one, as ReduceLROnPlateau does."""
+        values = metrics.tolist() if isinstance(metrics, Tensor) else metrics
+        if values is not None and len(values) != len(self.schedulers):
+            raise FusionError(f"{len(values)} metrics for {len(self.schedulers)} members; pass one each")
+        for member, scheduler in enumerate(self.schedulers):
+            if values is None:
+                scheduler.step()
+            else:
+                scheduler.step(values[member])
+        self.optimizer.pull()
+
+    def get_last_lr(self) -> list[float]:
+        """Each member's learning rate, of the first group."""
+        return [float(proxy.param_groups[0]["lr"]) for proxy in self.optimizer.proxies]
+
+    def taken(self, indices: Sequence[int], optimizer: ArrayOptimizer) -> "ArrayScheduler":
+        """The schedules of these members, which go with the given optimizer; they leave this one."""
+        other = copy.copy(self)
+        other.optimizer = optimizer
+        other.keep(indices)
+        return other
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Only these members, in this order."""
+        self._given = [self._given[index] for index in indices]
+        self.schedulers = [self.schedulers[index] for index in indices]
+
+    def admit(self, options: Mapping[str, Any]) -> None:
+        """A schedule for the optimizer's newest member; what is left out is what member 0 was given."""
+        self._given.append({**self._given[0], **options})
+        self.schedulers.append(self._made(self._given[-1], len(self.schedulers)))
+        self.optimizer.pull()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where each schedule is."""
+        return {"members": [scheduler.state_dict() for scheduler in self.schedulers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts each schedule back to where it was."""
+        for scheduler, saved in zip(self.schedulers, state["members"], strict=True):
+            scheduler.load_state_dict(saved)

@@ -1,0 +1,102 @@
+"""One member after another: the baseline that an array must not be slower than, and what `mode="serial"` runs.
+
+The captured operators of each member on its own slices, with its own numbers and its own random stream.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from burstpool.fusion.modes import Mode
+from burstpool.fusion.plan import _REGIONS, _filled, _setting
+from burstpool.fusion.rules import PerMember, Run, bind
+from burstpool.fusion.rules.fallback import joined
+
+Numbers = Mapping[str, Mapping[str, PerMember]]
+Visit = Callable[[str, fx.Node, Any], Any]
+
+
+def run_serially(mode: Mode, run: Run, values: Mapping[str, Any], batched: frozenset[str]) -> list[Any]:
+    """The model's flattened results [M, …], members run one by one."""
+    rows = member_values(mode, run.members, values, batched)
+    results = [run.streams.drawing(i, lambda i=i, row=row: alone(mode, i, row)) for i, row in enumerate(rows)]  # type: ignore[misc]
+    return joined(results)  # type: ignore[no-any-return]
+
+
+def member_values(mode: Mode, members: int, values: Mapping[str, Any], batched: frozenset[str]) -> list[dict[str, Any]]:
+    """What the placeholders stand for, member by member."""
+    capture = mode.capture
+    own = {*capture.parameters, *capture.buffers, *batched}
+    own |= {name for place, name in enumerate(capture.constants) if mode.constant(place)[1]}
+    columns = {}
+    for name, value in values.items():
+        if name not in own:
+            columns[name] = [value] * members
+        elif name in capture.buffers:
+            columns[name] = [value[i] for i in range(members)]  # written in place: no unbind
+        else:
+            columns[name] = list(value.unbind(0))
+    return [{name: column[i] for name, column in columns.items()} for i in range(members)]
+
+
+def alone(mode: Mode, member: int, values: Mapping[str, Any], visit: Visit | None = None) -> list[Any]:
+    """One member's flattened results; `visit(key, node, result)` sees every operator's result."""
+    known = _walk(mode.capture.graph, mode.capture.root, values, _Member(member, mode.numbers, visit), "")
+    return [known[node] if isinstance(node, fx.Node) else node for node in mode.capture.outputs]
+
+
+class _Member:
+    """Which member runs, with which numbers."""
+
+    def __init__(self, index: int, numbers: Numbers, visit: Visit | None) -> None:
+        self.index, self.numbers, self.visit = index, numbers, visit
+
+    def call(self, node: fx.Node, key: str, known: Mapping[fx.Node, Any]) -> Any:
+        """One operator."""
+        args = map_aggregate(node.args, lambda a: known[a] if isinstance(a, fx.Node) else a)
+        kwargs = map_aggregate(node.kwargs, lambda a: known[a] if isinstance(a, fx.Node) else a)
+        target: Any = node.target
+        if key in self.numbers:
+            args, kwargs = (), {k: _filled(v, known) for k, v in bind(node).items()}
+            kwargs.update((name, values.values[self.index]) for name, values in self.numbers[key].items())
+        return target(*args, **kwargs)
+
+
+def _walk(
+    graph: fx.Graph, root: nn.Module, values: Mapping[str, Any] | Sequence[Any], member: _Member, prefix: str
+) -> dict[fx.Node, Any]:
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    given = [values[node.name] for node in placeholders] if isinstance(values, Mapping) else values
+    known: dict[fx.Node, Any] = dict(zip(placeholders, given, strict=True))
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in _REGIONS:
+            known[node] = _region(node, root, known, member, prefix)
+        else:
+            known[node] = member.call(node, prefix + node.name, known)
+        if member.visit is not None:
+            known[node] = member.visit(prefix + node.name, node, known[node])
+    return known
+
+
+def _region(node: fx.Node, root: nn.Module, known: Mapping[fx.Node, Any], member: _Member, prefix: str) -> Any:
+    place = _REGIONS[node.target]  # type: ignore[index]
+    body = node.args[place]
+    assert isinstance(body, fx.Node)
+    inner = getattr(root, str(body.target))
+    values = [_filled(value, known) for value in node.args[place + 1 :]]
+    with _setting(node):
+        found = _walk(inner.graph, inner, values, member, f"{prefix}{body.name}/")
+    results = inner.graph.output_node().args[0]
+    return map_aggregate(results, lambda a: found[a] if isinstance(a, fx.Node) else a)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in an operator's result."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_of(item)] if isinstance(value, list | tuple) else []

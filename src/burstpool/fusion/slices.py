@@ -1,0 +1,120 @@
+"""Any torch optimizer, the slow way: one for each member, over slices of the stacked parameters."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from burstpool.errors import FusionError
+
+if TYPE_CHECKING:
+    from burstpool.fusion.optim import Settings
+
+
+class SlicedOptimizer:
+    """M torch optimizers; their parameters share the array's memory."""
+
+    def __init__(
+        self,
+        settings: "Settings",
+        proxies: list[torch.optim.Optimizer],
+        parameters: Mapping[str, nn.Parameter],
+        active: Tensor,
+    ) -> None:
+        self.settings, self.parameters, self.active = settings, parameters, active
+        self.keys = [list(group["keys"]) for group in settings.groups]
+        self.keeps_state = True
+        self.proxies: list[torch.optim.Optimizer] = []
+        for made in proxies:
+            self._fill(made)
+
+    def _fill(self, made: torch.optim.Optimizer) -> None:
+        """Gives a member's optimizer, the last, its slices in the place of the proxy's nothing."""
+        member = len(self.proxies)
+        for group, keys in zip(made.param_groups, self.keys, strict=True):
+            group["params"] = [nn.Parameter(self.parameters[key].data[member]) for key in keys]
+        self.proxies.append(made)
+
+    def _slices(self, member: int) -> list[tuple[nn.Parameter, str]]:
+        groups = zip(self.proxies[member].param_groups, self.keys, strict=True)
+        return [(p, key) for group, keys in groups for p, key in zip(group["params"], keys, strict=True)]
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Updates all active members, one after another."""
+        mask = (self.active if skip is None else self.active & ~skip).tolist()
+        for member, steps in enumerate(mask):
+            if not steps:
+                continue
+            for slice_, key in self._slices(member):
+                gradient = self.parameters[key].grad
+                slice_.grad = None if gradient is None else gradient[member]
+            try:
+                self.proxies[member].step()
+            except TypeError as error:
+                name = type(self.proxies[member]).__name__
+                raise FusionError(f"{name} needs a closure to step, which an array cannot give it: {error}") from None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, or sets them to zero."""
+        for parameter in self.parameters.values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def pull(self) -> None:
+        """The optimizers read their own numbers."""
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuses what the class itself refuses."""
+        self.settings.admitted(self.proxies[0], options)
+
+    def _rebind(self) -> None:
+        """Points every slice to its place in the array's present memory; the optimizers keep their state."""
+        for member in range(len(self.proxies)):
+            for slice_, key in self._slices(member):
+                slice_.data = self.parameters[key].data[member]
+
+    def keep(self, indices: Sequence[int], active: Tensor) -> None:
+        """Only these members, in this order."""
+        self.active = active
+        self.proxies = [self.proxies[index] for index in indices]
+        self._rebind()
+
+    def taken(
+        self, indices: Sequence[int], parameters: Mapping[str, nn.Parameter], active: Tensor
+    ) -> "SlicedOptimizer":
+        """An optimizer of these members over their new parameters, state carried; they leave this one."""
+        other = copy.copy(self)
+        other.parameters = parameters
+        other.keep(indices, active)
+        return other
+
+    def admit(self, options: Mapping[str, Any], active: Tensor) -> None:
+        """One more member, with a fresh state."""
+        self.active = active
+        self._fill(self.settings.admitted(self.proxies[0], options))
+        self._rebind()
+
+    def member_state_dict(self, index: int) -> dict[str, Any]:
+        """One member's state, torch's own."""
+        return self.proxies[index].state_dict()
+
+    def load_member_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
+        """One member's state and numbers, torch's own."""
+        self.proxies[index].load_state_dict(dict(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All members' states."""
+        return {"members": [made.state_dict() for made in self.proxies]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The same array's optimizer as it was."""
+        if len(state["members"]) != len(self.proxies):
+            raise FusionError(
+                f"the optimizer was saved with {len(state['members'])} members; this one has {len(self.proxies)}"
+            )
+        for made, saved in zip(self.proxies, state["members"], strict=True):
+            made.load_state_dict(saved)

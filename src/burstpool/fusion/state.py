@@ -1,0 +1,132 @@
+"""State: all members' parameters and buffers, stacked, and each member's in the user's own keys and shapes.
+
+A member's skeleton is a copy of its module without data, from which `module()` builds the module again.
+
+Shapes: M = members.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burstpool.errors import FusionError
+
+
+class State:
+    """Parameters and buffers [M, …] by state-dict key; a tensor with several keys is held once."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.aliases = _aliases(models[0])
+        self.skeletons = [skeleton(model) for model in models]
+        held = [_held(model) for model in models]
+        self.parameters = {
+            key: nn.Parameter(_stacked(held, key), requires_grad=value.requires_grad)
+            for key, value in held[0].items()
+            if isinstance(value, nn.Parameter)
+        }
+        self.buffers = {
+            key: _stacked(held, key) for key, value in held[0].items() if not isinstance(value, nn.Parameter)
+        }
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers together."""
+        return {**self.parameters, **self.buffers}
+
+    def member(self, index: int, *, persistent: bool = True) -> dict[str, Tensor]:
+        """Copies of one member's tensors under the user's keys, in the user's order."""
+        keys = self.skeletons[index].state_dict().keys() if persistent else self.aliases.keys()
+        tensors = self.tensors
+        return {key: tensors[self.aliases[key]][index].detach().clone() for key in keys if key in self.aliases}
+
+    def load(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Overwrites one member's tensors."""
+        expected = self.skeletons[index].state_dict().keys()
+        if missing := [key for key in expected if key not in state and key in self.aliases]:
+            raise FusionError(f"the state for member {index} lacks {', '.join(map(repr, missing[:5]))}")
+        if unknown := [key for key in state if key not in expected]:
+            raise FusionError(
+                f"the state for member {index} has {', '.join(map(repr, unknown[:5]))}, which it does not know"
+            )
+        tensors = self.tensors
+        for key, value in state.items():
+            if value.shape != tensors[self.aliases[key]].shape[1:]:
+                wanted = list(tensors[self.aliases[key]].shape[1:])
+                raise FusionError(f"{key!r} for member {index} has shape {list(value.shape)}; it must have {wanted}")
+        with torch.no_grad():
+            for key, value in state.items():
+                tensors[self.aliases[key]][index].copy_(value)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Only these members, in this order. The Parameter objects are new ones."""
+        chosen = torch.tensor(indices)
+        self._replace(lambda key, tensor: tensor.index_select(0, chosen.to(tensor.device)))
+        self.skeletons = [self.skeletons[index] for index in indices]
+
+    def taken(self, indices: Sequence[int]) -> "State":
+        """Copies of these members' tensors, in a state of their own."""
+        other = copy.copy(self)
+        other.parameters, other.buffers = dict(self.parameters), dict(self.buffers)
+        other.keep(indices)
+        return other
+
+    def admit(self, model: nn.Module) -> None:
+        """One more member, the last."""
+        held = _held(model)
+        self._replace(lambda key, tensor: torch.cat([tensor, held[key].detach().to(tensor.device).unsqueeze(0)]))
+        self.skeletons.append(skeleton(model))
+
+    def _replace(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Changes the tensors in the dicts, which optimizers share. Gradients are forgotten.
+
+        New Parameters, as autograd does not let an old one change its shape while a graph of it is alive.
+        """
+        for key, parameter in self.parameters.items():
+            self.parameters[key] = nn.Parameter(change(key, parameter.detach()), requires_grad=parameter.requires_grad)
+        for key, buffer in self.buffers.items():
+            self.buffers[key] = change(key, buffer)
+
+    def module(self, index: int) -> nn.Module:
+        """The member as a plain module with tensors of its own."""
+        tensors = self.member(index, persistent=False)
+        made: dict[str, Tensor] = {}
+        memo: dict[int, Any] = {}
+        for key, empty in _named(self.skeletons[index]):
+            name = self.aliases[key]
+            if name not in made:
+                value = tensors[key]
+                is_parameter = isinstance(empty, nn.Parameter)
+                made[name] = nn.Parameter(value, requires_grad=empty.requires_grad) if is_parameter else value
+            memo[id(empty)] = made[name]
+        return copy.deepcopy(self.skeletons[index], memo)
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """The module with tensors that hold no data."""
+    memo: dict[int, Any] = {}
+    for _, tensor in _named(model):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Every key → the first key of the same tensor."""
+    first: dict[int, str] = {}
+    return {key: first.setdefault(id(tensor), key) for key, tensor in _named(model)}
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _stacked(held: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
+    return torch.stack([tensors[key].detach() for tensors in held])

@@ -1,0 +1,114 @@
+"""The whole step as one: forward, losses, backward and optimizer recorded in a CUDA graph, compiled if asked.
+
+    step = RecordedStep(array, optimizer, loss, x, y)
+    losses = step(x, y)                                       # [M], on the device
+
+Recording fixes the batch's shape and the array's size: after `drop` or `admit` make a new one. Learning rates and
+other numbers may change between steps, as they live on the device. On the CPU the step runs as it is written.
+Ignores host-side work between the parts: clipping by other means than `max_norm` does not fit in.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from burstpool.errors import FusionError
+from burstpool.fusion.array import FusedArray
+from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
+
+_WARM_UP = 3
+"""Steps before recording: torch's libraries choose their kernels in them."""
+
+
+class RecordedStep:
+    """One training step of an array, replayed."""
+
+    def __init__(
+        self,
+        array: FusedArray,
+        optimizer: ArrayOptimizer,
+        loss: Callable[..., Tensor],
+        inputs: Any,
+        *targets: Any,
+        per_member: bool = False,
+        autocast: torch.dtype | None = None,
+        max_norm: float | Sequence[float | None] | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.array, self.optimizer, self.loss, self.per_member = array, optimizer, loss, per_member
+        self.autocast, self.max_norm = autocast, max_norm
+        self._members = len(array)
+        if compiled:
+            array.compile()
+        self._static = pytree.tree_map(_owned, (inputs, targets))
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if array.device.type == "cuda":
+            self._record()
+
+    def __call__(self, inputs: Any, *targets: Any) -> Tensor:
+        """The losses [M] of one step; on CUDA the next step overwrites them."""
+        if len(self.array) != self._members:
+            raise FusionError(
+                f"the step was recorded for {self._members} members, the array has {len(self.array)}; record anew"
+            )
+        if self._graph is None:
+            return self._step(inputs, targets)
+        for mine, given in zip(pytree.tree_leaves(self._static), pytree.tree_leaves((inputs, targets)), strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._losses
+
+    def _step(self, inputs: Any, targets: Sequence[Any]) -> Tensor:
+        self.optimizer.zero_grad()
+        kind = self.array.device.type
+        setting = torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
+        with setting:
+            losses = self.array.losses(inputs, self.loss, *targets, per_member=self.per_member)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        if self.max_norm is not None:
+            self.array.clip_grad_norm_(self.max_norm)
+        self.optimizer.step()
+        return losses.detach()
+
+    def _record(self) -> None:
+        if not isinstance(self.optimizer, FusedOptimizer):
+            raise FusionError(f"{type(self.optimizer.proxies[0]).__name__} has no formula here and cannot be recorded")
+        saved = self.array.state_dict()
+        inputs, targets = self._static
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                self._step(inputs, targets)
+        torch.cuda.current_stream().wait_stream(side)
+        self._rewind(saved)
+        self._graph = torch.cuda.CUDAGraph()
+        for generator in self.array.streams.generators:
+            self._graph.register_generator_state(generator)
+        with torch.cuda.graph(self._graph):
+            self._losses = self._step(inputs, targets)
+
+    def _rewind(self, saved: dict[str, Any]) -> None:
+        """Undoes the warm-up in place: the recorded step must find its state where it will be."""
+        assert isinstance(self.optimizer, FusedOptimizer)
+        self.optimizer.zero_grad()
+        place = self.array.optimizers.index(self.optimizer)
+        before = {tuple(b["keys"]): b for b in saved["optimizers"][place]["buckets"]}
+        buckets = self.optimizer.buckets
+        self.array.load_state_dict(saved)
+        self.optimizer.buckets = buckets
+        for bucket in buckets:
+            old = before.get(tuple(bucket.keys))
+            bucket.step_M.copy_(old["step"]) if old else bucket.step_M.zero_()
+            for name, slot in bucket.slots.items():
+                slot.copy_(old["slots"][name] if old else self.optimizer.fresh(bucket, name))
+        self.optimizer.pull()
+
+
+def _owned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

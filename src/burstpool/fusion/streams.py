@@ -1,0 +1,67 @@
+"""Random streams: each member draws its own numbers, the ones it would draw alone after `torch.manual_seed(seed)`.
+
+On the CPU the numbers are those of training alone, bit for bit. On CUDA each member's stream is its own and does
+not depend on the others, but a dropout mask is not the one that torch's fused dropout kernel would draw.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class Streams:
+    """One generator a member."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self.device = device
+        self.generators = [self._generator(seed) for seed in seeds]
+
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Only the streams of these members, in this order."""
+        self.generators = [self.generators[index] for index in indices]
+
+    def taken(self, indices: Sequence[int]) -> "Streams":
+        """The streams themselves, not copies: their members leave this array."""
+        other = Streams([], self.device)
+        other.generators = [self.generators[index] for index in indices]
+        return other
+
+    def admit(self, seed: int) -> None:
+        """One more member."""
+        self.generators.append(self._generator(seed))
+
+    def states(self) -> list[torch.Tensor]:
+        """Where each stream is."""
+        return [generator.get_state() for generator in self.generators]
+
+    def restore(self, states: Sequence[torch.Tensor]) -> None:
+        """Puts each stream back to where it was."""
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+    def clone(self) -> "Streams":
+        """Streams that continue alike, apart from these."""
+        copy = Streams([0] * len(self.generators), self.device)
+        copy.restore(self.states())
+        return copy
+
+    def drawing(self, member: int, function: Callable[[], Any]) -> Any:
+        """The function's result with the member's stream in the place of torch's own."""
+        default = _default_generator(self.device)
+        before = default.get_state()
+        default.set_state(self.generators[member].get_state())
+        try:
+            return function()
+        finally:
+            self.generators[member].set_state(default.get_state())
+            default.set_state(before)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator

@@ -1,0 +1,240 @@
+"""Verify: one step in double precision, fused and each member alone, compared operator by operator.
+
+Raises FusionError that names the first operator whose result differs, or, where only gradients differ, the operator
+whose backward pass does. Works on copies: weights, buffers and random streams stay as they are. On CUDA dropout is
+left out of the comparison, as torch's fused kernel draws other numbers there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from burstpool.errors import FusionError
+from burstpool.fusion.double import doubled, doubled_mode
+from burstpool.fusion.modes import Example, Mode
+from burstpool.fusion.plan import Step
+from burstpool.fusion.rules import Run
+from burstpool.fusion.serial import alone, member_values, tensors_of
+from burstpool.fusion.streams import Streams
+from burstpool.fusion.structure import Operator
+from burstpool.model.capture import flatten_arguments
+
+if TYPE_CHECKING:
+    from burstpool.fusion.array import FusedArray
+
+_FLOOR = 1e-3
+"""Values smaller than this share of the largest are compared by their distance to it: sums that cancel leave noise."""
+_NARROW_TOLERANCE = 2e-2
+"""Where the user's own code computes in half precision."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one run did: each operator's result as it was, and the tensors themselves, for their gradients."""
+
+    results: dict[str, list[Tensor]] = field(default_factory=dict)
+    live: dict[str, list[Tensor]] = field(default_factory=dict)
+    gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
+
+    def record(self, key: str, value: Any) -> Any:
+        """Keeps copies: an in-place operator may overwrite the result later."""
+        tensors = tensors_of(value)
+        self.results[key] = [tensor.detach().clone() for tensor in tensors]
+        self.live[key] = tensors
+        return value
+
+    def backward(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> None:
+        """The gradients of every operator's result, and of the parameters."""
+        keys = [*self.live, *leaves]
+        groups = [*self.live.values(), *([leaf] for leaf in leaves.values())]
+        wanted = [t for group in groups for t in group if t.requires_grad]
+        if not loss.requires_grad or not wanted:
+            return
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
+        for key, group in zip(keys, groups, strict=True):
+            self.gradients[key] = [next(found) if tensor.requires_grad else None for tensor in group]
+
+
+def verify(array: "FusedArray", example: Example, *, tolerance: float, dropout: bool = True) -> None:
+    """Refuses an array that does not do what its members do alone; without `dropout` nothing is dropped."""
+    mode = doubled_mode(array.mode)
+    if not dropout:
+        mode.operators = [[_without_dropout(operator) for operator in member] for member in mode.operators]
+        _drop_nothing(mode)
+    leaves = flatten_arguments(*example)[0]
+    inputs = {name: doubled(leaf) for name, leaf in zip(mode.capture.inputs, leaves, strict=True) if name}
+    state = {key: doubled(t.detach().clone()).requires_grad_(t.requires_grad) for key, t in array.state.tensors.items()}
+    values = mode.values(state, array.state.aliases, _with_absent(mode, inputs))
+    check = _Check(mode, array.state.aliases, array.streams, tolerance)
+    check.run(values)
+
+
+class _Check:
+    """One comparison."""
+
+    def __init__(self, mode: Mode, aliases: Mapping[str, str], streams: Streams, tolerance: float) -> None:
+        self.mode, self.aliases, self.streams, self.tolerance = mode, aliases, streams, tolerance
+        self.members = len(streams.generators)
+        self.plan = mode.plan(frozenset())
+
+    def run(self, values: Mapping[str, Any]) -> None:
+        """Forward, then backward."""
+        rows = member_values(self.mode, self.members, {n: _cloned(v) for n, v in values.items()}, frozenset())
+        fused = self._fused(values)
+        for member in range(self.members):
+            separate = self._alone(member, rows[member])
+            self._compare_results(fused, separate, member)
+            self._compare_gradients(fused, separate, member)
+
+    def _fused(self, values: Mapping[str, Any]) -> Trace:
+        trace = Trace()
+        run = Run(members=self.members, streams=self.streams.clone())
+
+        def visit(step: Step, arguments: list[Any], result: Any) -> Any:
+            return trace.record(step.key, result)
+
+        results = self.plan.walk(run, [values[node.name] for node in self.plan.placeholders], visit)
+        outputs = self.mode.outputs(self.plan, results, run)
+        loss = torch.stack([_loss([o[i] for o in outputs if isinstance(o, Tensor)]) for i in range(self.members)]).sum()
+        trace.backward(loss, self._once({name: values[name] for name in self.mode.capture.parameters}))
+        return trace
+
+    def _alone(self, member: int, row: dict[str, Any]) -> Trace:
+        trace = Trace()
+        names, keys = list(self.mode.capture.parameters), self.mode.capture.parameters
+        made = {self.aliases[keys[name]]: _cloned(row[name]) for name in names}
+        leaves = {name: made[self.aliases[keys[name]]] for name in names}
+
+        def forward() -> list[Any]:
+            return alone(self.mode, member, {**row, **leaves}, lambda key, node, result: trace.record(key, result))
+
+        outputs = self.streams.clone().drawing(member, forward)
+        trace.backward(_loss([o for o in outputs if isinstance(o, Tensor)]), self._once(leaves))
+        return trace
+
+    def _once(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A parameter with several names, once."""
+        first: dict[str, str] = {}
+        keys = self.mode.capture.parameters
+        return {n: leaf for n, leaf in leaves.items() if first.setdefault(self.aliases[keys[n]], n) == n}
+
+    def _compare_results(self, fused: Trace, separate: Trace, member: int) -> None:
+        for step in self.plan.steps:
+            for mine, theirs in zip(
+                self._of(step, fused.results.get(step.key, []), member), separate.results.get(step.key, []), strict=True
+            ):
+                if not self._close(mine, theirs, scale=0.0):
+                    raise FusionError(
+                        f"verification failed: {_named(step)} gives member {member} another result than alone "
+                        f'(largest difference {_difference(mine, theirs):.2g}); run with mode="serial"'
+                    )
+
+    def _compare_gradients(self, fused: Trace, separate: Trace, member: int) -> None:
+        steps = {step.key: step for step in self.plan.steps}
+        scale = max((_size(g) for group in separate.gradients.values() for g in group if g is not None), default=0.0)
+        for key in reversed(list(separate.gradients)):
+            step = steps.get(key)
+            mine = fused.gradients.get(key, [])
+            if step is not None and not step.lowered.batched:
+                continue  # a shared tensor gathers all members' gradients
+            for a, b in zip(mine, separate.gradients[key], strict=True):
+                if (a is None) != (b is None) and _size(a) + _size(b) > 0:
+                    raise FusionError(
+                        f"verification failed: {self._blamed(key)} passes a gradient on only fused, or only alone"
+                    )
+                if a is not None and b is not None and not self._close(a[member], b, scale=scale):
+                    raise FusionError(
+                        f"verification failed: {self._blamed(key)} gives member {member} another gradient than alone "
+                        f'(largest difference {_difference(a[member], b):.2g}); run with mode="serial"'
+                    )
+
+    def _blamed(self, key: str) -> str:
+        """The operators that use the value, in which the gradient went wrong."""
+        node = next((n for n in self.mode.capture.graph.nodes if n.name == key), None)
+        users = {} if node is None else node.users
+        named = [_named(step) for step in self.plan.steps if step.node in users]
+        return " or ".join(named) or f"what follows {key!r}"
+
+    def _of(self, step: Step, results: Sequence[Tensor], member: int) -> list[Tensor]:
+        return [result[member] if step.lowered.batched else result for result in results]
+
+    def _close(self, a: Tensor, b: Tensor, *, scale: float) -> bool:
+        narrow = b.is_floating_point() and b.dtype is not torch.float64
+        tolerance = max(self.tolerance, _NARROW_TOLERANCE if narrow else 0.0)
+        if a.shape != b.shape:
+            return False
+        if not b.is_floating_point():
+            return torch.equal(a, b)
+        bound = tolerance * max(_size(b), _FLOOR * scale, 1e-300)
+        return torch.allclose(a.to(b.dtype), b, rtol=0.0, atol=bound, equal_nan=True)
+
+
+def _named(step: Step) -> str:
+    stack = list((step.node.meta.get("nn_module_stack") or {}).values())
+    where = f" of module {stack[-1][0]!r}" if stack and stack[-1][0] else ""
+    return f"operator {step.key!r} ({step.node.target}, {step.lowered.way}){where}"
+
+
+def _loss(tensors: Sequence[Tensor]) -> Tensor:
+    """Every floating-point result counts, none by its plain sum: a softmax's is always one."""
+    found = [t for t in tensors if t.is_floating_point()]
+    return torch.stack([(t.double() * t.double()).mean() + t.double().sin().mean() for t in found]).sum()
+
+
+def _with_absent(mode: Mode, inputs: dict[str, Any]) -> dict[str, Any]:
+    names = [node.name for node in mode.capture.graph.nodes if node.op == "placeholder"]
+    stored = {*mode.capture.parameters, *mode.capture.buffers, *mode.capture.constants}
+    return {name: inputs.get(name) for name in names if name not in stored}
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _size(tensor: Tensor | None) -> float:
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    finite = tensor.detach()[torch.isfinite(tensor.detach())]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape and a.numel() else float("inf")
+
+
+_PROBABILITIES = {
+    "dropout": "p",
+    "feature_dropout": "p",
+    "scaled_dot_product_attention": "dropout_p",
+    "lstm": "dropout",
+    "gru": "dropout",
+    "rnn_tanh": "dropout",
+    "rnn_relu": "dropout",
+}
+"""Operator → the argument that is its probability."""
+
+
+def _without_dropout(operator: Operator) -> Operator:
+    name = next((p for op, p in _PROBABILITIES.items() if operator.text.startswith(f"aten.{op}.")), None)
+    numbers = dict(operator.numbers)
+    if name is not None and name in numbers:
+        numbers[name] = 0.0
+    return Operator(operator.key, operator.text, numbers)
+
+
+def _drop_nothing(mode: Mode) -> None:
+    """Sets every probability of the (copied) graph to zero."""
+    for node in mode.capture.graph.nodes:
+        packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").removesuffix("_")
+        name = _PROBABILITIES.get(packet)
+        if name is None:
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        place = names.index(name)
+        if place < len(node.args):
+            node.update_arg(place, 0.0)
+        elif name in node.kwargs:
+            node.update_kwarg(name, 0.0)

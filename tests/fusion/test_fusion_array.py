@@ -1,0 +1,562 @@
+"""The array's own promises: checkpoints, members that come, go and fail, clipping, loss scales, errors that say why."""
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from burstpool.fusion import FusedArray, FusionError, fuse
+from burstpool.fusion.group import BackingOff, array_size, group_jobs, group_models, knee, member_bytes
+from burstpool.fusion.rules import RULES
+from burstpool.fusion.rules.base import Call, Lowered
+from burstpool.fusion.step import RecordedStep
+from burstpool.fusion.verify import verify
+from burstpool.job import load_job
+
+
+class Net(nn.Module):
+    """A convolution, batch norm, dropout and a tied pair of weights."""
+
+    def __init__(self, width: int = 4, p: float = 0.2) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, width, 3), nn.BatchNorm2d(width)
+        self.drop = nn.Dropout(p)
+        self.fc, self.again = nn.Linear(width, width), nn.Linear(width, width)
+        self.again.weight = self.fc.weight
+        self.out = nn.Linear(width, 3)
+        self.register_buffer("scale", torch.full((), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).relu().mean((2, 3)) * self.scale
+        return self.out(self.drop(self.again(self.fc(x).tanh())))
+
+
+X = torch.linspace(-1, 1, 4 * 25).view(4, 1, 5, 5)
+Y = torch.tensor([0, 2, 1, 1])
+
+
+def nets(count: int = 3, **options: Any) -> list[nn.Module]:
+    models = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        models.append(Net(**options))
+    return models
+
+
+def trained(array: FusedArray, steps: int, start: int = 0) -> list[list[float]]:
+    optimizer = array.optimizers[0]
+    found = []
+    for step in range(start, start + steps):
+        losses = array.losses(X * (1 + 0.1 * step), lambda out: F.cross_entropy(out, Y))
+        losses.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for scheduler in array.schedulers:
+            scheduler.step()
+        found.append(losses.tolist())
+    return found
+
+
+def ready(count: int = 3, **options: Any) -> FusedArray:
+    array = fuse(nets(count, **options), X)
+    array.optimizer(torch.optim.Adam, lr=[0.01 * (i + 1) for i in range(count)])
+    return array
+
+
+def test_the_issue_s_five_lines_train() -> None:
+    array = fuse(nets(), X)
+    optimizer = array.optimizer(torch.optim.Adam, lr=[1e-1, 1e-2, 1e-3])
+    for _ in range(3):
+        losses = array.losses(X, lambda out: F.cross_entropy(out, Y))
+        losses.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses.shape == (3,)
+    assert list(array.member(0).state_dict()) == list(Net().state_dict())
+    assert array(X).shape == (3, 4, 3)
+
+
+def test_member_state_goes_in_and_out_bit_exact() -> None:
+    models = nets()
+    array = fuse(models, X)
+    for index, model in enumerate(models):
+        for key, value in array.member(index).state_dict().items():
+            assert torch.equal(value, model.state_dict()[key])
+    other = nets(4)[3].state_dict()
+    array.load_member(1, other)
+    assert all(torch.equal(value, other[key]) for key, value in array.member(1).state_dict().items())
+    assert torch.equal(array.member(2).state_dict()["fc.weight"], models[2].state_dict()["fc.weight"])
+
+
+def test_member_module_is_a_plain_module_with_tensors_of_its_own() -> None:
+    array = ready()
+    trained(array, 2)
+    module = array.member(1).module()
+    assert type(module) is Net
+    assert module.again.weight is module.fc.weight
+    module.eval()
+    torch.testing.assert_close(module(X), array.eval()(X)[1])
+    with torch.no_grad():
+        module.fc.weight.zero_()
+    assert array.member(1).state_dict()["fc.weight"].abs().sum() > 0
+
+
+def test_eval_mode_is_captured_when_asked_for_and_training_goes_on() -> None:
+    models = nets()
+    array = fuse(models, X)
+    expected = [copy.deepcopy(model).eval()(X) for model in models]
+    torch.testing.assert_close(array.eval()(X), torch.stack(expected))
+    assert array.train()(X).shape == (3, 4, 3)
+
+
+def test_array_resumes_bit_exact_with_optimizer_schedule_and_streams() -> None:
+    first = ready()
+    first.scheduler(torch.optim.lr_scheduler.StepLR, step_size=[1, 2, 3], gamma=0.5)
+    trained(first, 4)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    expected = trained(first, 4, start=4)
+    second = ready()
+    second.scheduler(torch.optim.lr_scheduler.StepLR, step_size=[1, 2, 3], gamma=0.5)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert trained(second, 4, start=4) == expected
+    for index in range(3):
+        theirs = first.member(index).state_dict()
+        assert all(torch.equal(value, theirs[key]) for key, value in second.member(index).state_dict().items())
+
+
+@pytest.mark.parametrize("factory", [torch.optim.Adam, torch.optim.SGD, torch.optim.NAdam])
+def test_a_member_moves_to_another_array_and_trains_on(factory: Any) -> None:
+    def made(models: list[nn.Module], rates: list[float]) -> FusedArray:
+        array = fuse(models, X)
+        options = {"momentum": 0.9, "dampening": 0.1} if factory is torch.optim.SGD else {}
+        array.optimizer(factory, lr=rates, **options)
+        array.scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.8)
+        return array
+
+    first = made(nets(3), [0.01, 0.02, 0.03])
+    trained(first, 3)
+    saved = first.member(1).checkpoint()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    second = made(nets(2), [0.5, 0.5])
+    second.resume_member(0, torch.load(file, weights_only=True))
+    trained(first, 3, start=3), trained(second, 3, start=3)
+    theirs = first.member(1).state_dict()
+    for key, value in second.member(0).state_dict().items():
+        torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-7)
+    assert second.schedulers[0].get_last_lr()[0] == first.schedulers[0].get_last_lr()[1]
+
+
+def test_a_member_that_turns_nan_stops_alone_and_the_others_do_not_change_by_one_bit() -> None:
+    clean, broken = ready(), ready()
+    trained(clean, 2), trained(broken, 2)
+    with torch.no_grad():
+        broken.state.parameters["fc.weight"][1] = float("nan")
+    before = broken.member(1).state_dict()
+    mine, theirs = trained(clean, 3, start=2), trained(broken, 3, start=2)
+    assert broken.stopped() == [1]
+    for a, b in zip(mine, theirs, strict=True):
+        assert a[0] == b[0]
+        assert a[2] == b[2]
+    for index in (0, 2):
+        state = clean.member(index).state_dict()
+        assert all(torch.equal(value, state[key]) for key, value in broken.member(index).state_dict().items())
+    parameters = dict(Net().named_parameters())
+    same = [
+        torch.equal(broken.member(1).state_dict()[k].nan_to_num(7.0), before[k].nan_to_num(7.0)) for k in parameters
+    ]
+    assert all(same)
+
+
+def test_a_stopped_member_keeps_weights_buffers_and_slots_while_others_train_on() -> None:
+    array, reference = ready(), ready()
+    trained(array, 2), trained(reference, 2)
+    array.stop(0)
+    state, slots = array.member(0).state_dict(), array.optimizers[0].member_state_dict(0)
+    trained(array, 3, start=2), trained(reference, 3, start=2)
+    assert array.stopped() == [0]
+    assert all(torch.equal(value, state[key]) for key, value in array.member(0).state_dict().items())
+    after = array.optimizers[0].member_state_dict(0)
+    assert all(torch.equal(after["state"][0][name], slots["state"][0][name]) for name in slots["state"][0])
+    theirs = reference.member(1).state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in array.member(1).state_dict().items())
+
+
+def test_drop_and_split_carry_optimizer_state_and_streams() -> None:
+    array, reference = ready(4), ready(4)
+    for one in (array, reference):
+        one.scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=[0.9, 0.8, 0.7, 0.6])
+        trained(one, 3)
+    half = array.split([1, 3])
+    array.drop(0)
+    trained(array, 3, start=3), trained(half, 3, start=3), trained(reference, 3, start=3)
+    assert (len(array), len(half)) == (1, 2)
+    for mine, member in ((array.member(0), 2), (half.member(0), 1), (half.member(1), 3)):
+        theirs = reference.member(member).state_dict()
+        for key, value in mine.state_dict().items():
+            torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-7)  # other sizes of a product round anew
+
+
+def test_running_out_of_memory_halves_the_array_and_loses_nothing() -> None:
+    array, reference = ready(4), ready(4)
+    trained(array, 2), trained(reference, 2)
+    backing_off = BackingOff(array)
+
+    def forward_backward(one: FusedArray) -> Tensor:
+        losses = one.losses(X, lambda out: F.cross_entropy(out, Y))  # moves buffers and streams before it fails
+        if len(one) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        losses.sum().backward()
+        return losses.detach()
+
+    found = torch.cat(backing_off.run(forward_backward))
+    expected = reference.losses(X, lambda out: F.cross_entropy(out, Y))
+    torch.testing.assert_close(found, expected.detach())
+    assert [len(one) for one in backing_off.arrays] == [2, 2]
+    with pytest.raises(FusionError, match="one member alone does not fit"):
+        BackingOff(ready(1)).run(lambda one: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+
+
+def test_members_may_have_batches_of_their_own() -> None:
+    models = nets(p=0.0)
+    array = fuse(models, X)
+    inputs, targets = [X, X * 2, X - 1], [Y, (Y + 1) % 3, (Y + 2) % 3]
+    losses = array.losses(inputs, F.cross_entropy, targets, per_member=True)
+    stacked = array.losses(torch.stack(inputs), F.cross_entropy, torch.stack(targets), per_member=True)
+    expected = [F.cross_entropy(model(x), y) for model, x, y in zip(models, inputs, targets, strict=True)]
+    torch.testing.assert_close(losses, torch.stack(expected))
+    torch.testing.assert_close(stacked, losses)
+
+
+def test_any_loss_function_of_one_members_output_works() -> None:
+    models = nets(p=0.0)
+    array = fuse(models, X)
+    outputs = [model(X) for model in models]
+
+    def looping(out: Tensor) -> Tensor:  # vmap cannot follow it
+        return out.sum() if out.sum().item() > 0 else -out.sum()
+
+    def weighted(out: Tensor) -> Tensor:
+        return F.cross_entropy(out, Y, weight=torch.tensor([1.0, 2.0, 3.0])) + 0.1 * out.square().mean()
+
+    for function in (
+        looping,
+        weighted,
+        lambda out: F.cross_entropy(out, Y, reduction="sum", label_smoothing=0.1, ignore_index=1),
+        lambda out: F.mse_loss(out, torch.ones(4, 3)),
+        lambda out: F.cross_entropy(out, Y) * 2,
+        lambda out: F.nll_loss(out.log_softmax(1), Y),
+    ):
+        expected = torch.stack([function(out) for out in outputs])
+        torch.testing.assert_close(array.losses(X, function), expected)
+    with pytest.raises(FusionError, match="must return one number"):
+        array.losses(X, lambda out: out.sum(1))
+
+
+def test_two_forward_passes_may_share_one_backward_pass() -> None:
+    models = nets(p=0.0)
+    array = fuse(models, X)
+    (array.losses(X, F.cross_entropy, Y) + array.losses(X * 2, F.cross_entropy, Y)).sum().backward()
+    (F.cross_entropy(models[1](X), Y) + F.cross_entropy(models[1](X * 2), Y)).backward()
+    torch.testing.assert_close(array.state.parameters["conv.weight"].grad[1], models[1].conv.weight.grad)  # type: ignore[index]
+    assert int(array.member(1).state_dict()["norm.num_batches_tracked"]) == 2
+
+
+def test_frozen_parameters_stay_and_keep_their_place_in_the_optimizer() -> None:
+    models = nets(2)
+    for model in models:
+        model.conv.weight.requires_grad_(False)
+    array = fuse(models, X)
+    array.optimizer(torch.optim.Adam, lr=0.1)
+    trained(array, 2)
+    assert torch.equal(array.member(0).state_dict()["conv.weight"], models[0].conv.weight)
+    theirs = torch.optim.Adam(models[0].parameters(), lr=0.1)
+    theirs.load_state_dict(array.optimizers[0].member_state_dict(0))
+    assert theirs.state[models[0].fc.weight]["exp_avg"].shape == models[0].fc.weight.shape
+
+
+class Hidden(nn.Module):
+    """Keeps a module where torch does not see it."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.kept = [nn.Dropout(p)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kept[0](x * self.w)
+
+
+def test_numbers_in_modules_that_torch_does_not_see_are_found() -> None:
+    array = fuse([Hidden(0.0), Hidden(1.0)], torch.ones(2, 3))
+    assert array(torch.ones(2, 3))[:, 0, 0].tolist() == [1.0, 0.0]
+
+
+def test_clipping_is_each_members_own() -> None:
+    models = nets(p=0.0)
+    array = fuse(models, X)
+    array.losses(X * 50, lambda out: F.cross_entropy(out * 30, Y)).sum().backward()
+    unclipped = {name: parameter.grad.clone() for name, parameter in array.named_parameters()}  # type: ignore[union-attr]
+    norms = array.clip_grad_norm_([0.01, None, 1e9])
+    for index, limit in enumerate((0.01, None, 1e9)):
+        F.cross_entropy(models[index](X * 50) * 30, Y).backward()
+        expected = torch.nn.utils.clip_grad_norm_(models[index].parameters(), limit or float("inf"))
+        torch.testing.assert_close(norms[index], expected, rtol=1e-4, atol=0.0)
+        for name, parameter in models[index].named_parameters():
+            torch.testing.assert_close(array.state.parameters[name].grad[index], parameter.grad, rtol=2e-3, atol=1e-5)
+    assert all(torch.equal(array.state.parameters[n].grad[1], g[1]) for n, g in unclipped.items())
+
+
+def test_an_overflow_skips_one_members_step_and_no_others() -> None:
+    array, reference = ready(p=0.0), ready(p=0.0)
+    scaler = array.loss_scaler(init_scale=[1024.0, 2.0**120, 512.0], growth_interval=2)
+    before = array.member(1).state_dict()
+    for step in range(2):
+        losses = array.losses(X * (1 + step), lambda out: F.cross_entropy(out, Y))
+        (scaler.scale(losses).sum() * 2.0**10).backward()
+        for parameter in array.parameters():
+            parameter.grad.div_(2.0**10)  # type: ignore[union-attr]
+        scaler.step(array.optimizers[0])
+        scaler.update()
+        array.optimizers[0].zero_grad()
+        reference.losses(X * (1 + step), lambda out: F.cross_entropy(out, Y)).sum().backward()
+        reference.optimizers[0].step()
+        reference.optimizers[0].zero_grad()
+    assert scaler.overflowed() == [False, True, False]
+    assert scaler.scale_M.tolist() == [2048.0, 2.0**118, 1024.0]
+    assert torch.equal(array.member(1).state_dict()["fc.weight"], before["fc.weight"])
+    assert int(array.optimizers[0].member_state_dict(1)["state"][0]["step"]) == 0
+    for index in (0, 2):
+        theirs = reference.member(index).state_dict()
+        for key, value in array.member(index).state_dict().items():
+            torch.testing.assert_close(value, theirs[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_as_close_as_half_precision_allows(dtype: torch.dtype) -> None:
+    models = nets(p=0.0)
+    array = fuse(models, X)
+    with torch.autocast("cpu", dtype=dtype):
+        losses = array.losses(X, lambda out: F.cross_entropy(out.float(), Y))
+        expected = [F.cross_entropy(model(X).float(), Y) for model in models]
+    losses.sum().backward()
+    torch.testing.assert_close(losses, torch.stack(expected), rtol=2e-2, atol=2e-2)
+    for index, loss in enumerate(expected):
+        loss.backward()
+        mine = array.state.parameters["out.weight"].grad[index]  # type: ignore[index]
+        torch.testing.assert_close(mine, models[index].out.weight.grad, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("mode", ["measured", "fastest", "serial"])
+def test_every_mode_trains_the_same_models(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURSTPOOL_CACHE", str(tmp_path))
+    expected = trained(ready(), 3)
+    for _ in range(2):  # the second time from the cache
+        array = fuse(nets(), X, mode=mode)
+        array.optimizer(torch.optim.Adam, lr=[0.01, 0.02, 0.03])
+        torch.testing.assert_close(torch.tensor(trained(array, 3)), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert bool(list(tmp_path.glob("lowerings/*.json"))) == (mode != "serial")
+
+
+def test_a_compiled_array_has_the_same_losses_and_gradients() -> None:
+    models = [nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2)]
+    x = torch.randn(5, 3)
+    plain, compiled = fuse(copy.deepcopy(models), x), fuse(models, x)
+    compiled.compile(backend="aot_eager")  # what the default one makes of the operators is torch's
+    found = [array.losses(x, lambda out: out.square().mean()) for array in (plain, compiled)]
+    torch.testing.assert_close(found[0], found[1])
+    for losses in found:
+        losses.sum().backward()
+    for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_recorded_step_on_the_cpu_is_the_plain_step() -> None:
+    array, reference = ready(p=0.0), ready(p=0.0)
+    step = RecordedStep(array, array.optimizers[0], F.cross_entropy, X, Y)
+    found = [step(X * (1 + 0.1 * i), Y).tolist() for i in range(3)]
+    assert found == trained(reference, 3)
+    array.drop(0)
+    with pytest.raises(FusionError, match="recorded for 3 members"):
+        step(X, Y)
+
+
+def test_recording_undoes_its_warm_up_in_place() -> None:
+    for steps_before in (0, 2):
+        array, reference = ready(), ready()
+        trained(array, steps_before), trained(reference, steps_before)
+        step = RecordedStep(array, array.optimizers[0], F.cross_entropy, X, Y)
+        saved = array.state_dict()
+        for _ in range(3):
+            step._step(X, (Y,))
+        slots = [slot for bucket in array.optimizers[0].buckets for slot in bucket.slots.values()]  # type: ignore[attr-defined]
+        step._rewind(saved)
+        after = [slot for bucket in array.optimizers[0].buckets for slot in bucket.slots.values()]  # type: ignore[attr-defined]
+        assert all(a is b for a, b in zip(slots, after, strict=True))
+        assert trained(array, 3, start=2) == trained(reference, 3, start=2)
+
+
+def test_verification_can_leave_dropout_out() -> None:
+    array = fuse(nets(p=0.5), X)
+    verify(array, ((X,), {}), tolerance=1e-9, dropout=False)
+    other = fuse([Net(p=0.5), Net(p=0.1)], X)
+    verify(other, ((X,), {}), tolerance=1e-9, dropout=False)
+
+
+def test_array_from_a_job_has_its_optimizer_seeds_and_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(
+        "import torch\nfrom burstpool.job import Job\nfrom burstpool.data import digits\n"
+        "from burstpool.model.zoo.tiny import TinyMLP\n"
+        "def job(lr: float = 0.1, seed: int = 0, dropout: float = 0.0) -> Job:\n"
+        "    loss = torch.nn.functional.cross_entropy\n"
+        "    return Job(model=lambda: TinyMLP(dropout=dropout), loss=loss, data=digits(),\n"
+        "        optimizer=lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9),\n"
+        "        scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 1 - lr), batch=8, seed=seed)\n"
+    )
+    settings = [{"lr": 0.1, "seed": 3, "dropout": 0.5}, {"lr": 0.01, "seed": 4}]
+    array = FusedArray.from_job(str(file), settings)
+    jobs = [load_job(str(file), one) for one in settings]
+    x, y = jobs[0].samples(8)
+    for _ in range(4):
+        array.losses(x, jobs[0].loss, y).sum().backward()
+        array.optimizers[0].step()
+        array.optimizers[0].zero_grad()
+        array.schedulers[0].step()
+    for index, job in enumerate(jobs):
+        model = job.build_model()
+        optimizer = job.optimizer(model.parameters())
+        schedule = job.scheduler(optimizer)  # type: ignore[misc]
+        torch.manual_seed(job.seed)
+        for _ in range(4):
+            job.loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(array.member(index).state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_explain_says_for_every_operator_which_way_and_why() -> None:
+    array = fuse(nets(), X)
+    text = str(array.explain())
+    assert "conv2d.default" in text
+    assert "members share the input: one convolution, M times the filters" in text
+    assert {operator.way for operator in array.explain().operators} <= {"rule", "vmap", "loop", "shared"}
+
+
+def test_verify_names_the_operator_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = RULES[torch.ops.aten.linear]
+
+    def wrong(call: Call) -> Lowered | None:
+        lowered = right(call)
+        assert lowered is not None
+        return Lowered(kernel=lambda run, *a: lowered.kernel(run, *a).flip(0), why="mixes up the members")
+
+    def no_gradient(call: Call) -> Lowered | None:
+        lowered = right(call)
+        assert lowered is not None
+        return Lowered(kernel=lambda run, x, w, b: lowered.kernel(run, x, w, b.detach()), why="forgets the bias")
+
+    fuse(nets(), X, verify=True)
+    monkeypatch.setitem(RULES, torch.ops.aten.linear, wrong)
+    with pytest.raises(FusionError, match=r"aten.linear.default.*of module 'fc'.*another result than alone"):
+        fuse(nets(), X, verify=True)
+    monkeypatch.setitem(RULES, torch.ops.aten.linear, no_gradient)
+    with pytest.raises(FusionError, match=r"aten.linear.default.*gradient"):
+        fuse(nets(), X, verify=True)
+
+
+def test_models_group_by_the_shape_of_their_graphs() -> None:
+    models = [Net(), Net(width=6), Net(p=0.7), nn.Sequential(nn.Flatten(), nn.Linear(25, 3)), Net(width=6)]
+    grouping = group_models(models, [X] * 5)
+    assert grouping.groups == ((0, 2), (1, 4), (3,))
+    assert "has shape [6, 1, 3, 3]" in grouping.reasons[1]
+    assert "array 2: 3 — apart because" in str(grouping)
+
+
+def test_jobs_group_by_model_optimizer_and_batch() -> None:
+    names = [
+        ("tiny_mlp", {"lr": 0.1}),
+        ("tiny_mlp", {"lr": 0.2, "dropout": 0.5}),
+        ("tiny_mlp", {"batch": 8}),
+        ("tiny_lstm", {}),
+    ]
+    grouping = group_jobs([load_job(f"zoo:{name}", settings) for name, settings in names])
+    assert grouping.groups == ((0, 1), (2,), (3,))
+    assert "batch 8" in grouping.reasons[2]
+
+
+def test_sizes_come_from_memory_and_from_the_knee() -> None:
+    assert array_size(one_bytes=30, two_bytes=40, memory_bytes=200) == 16
+    assert array_size(one_bytes=300, two_bytes=400, memory_bytes=200) == 1
+    assert knee({1: 10.0, 2: 19.0, 4: 35.0, 8: 36.0, 16: 80.0}) == 4
+    array = fuse(nets(), X)
+    assert member_bytes(array, samples=8) > member_bytes(array, samples=4) > 0
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class Selecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.w)[(x * self.w) > 0]
+
+
+def test_bad_input_is_refused_with_the_member_and_the_difference() -> None:
+    cases: list[tuple[Any, str]] = [
+        (lambda: fuse([], X), "no models"),
+        (
+            lambda: fuse([Net(), Net(width=5)], X),
+            r"'conv.weight' of member 1 has shape \[5, 1, 3, 3\], of member 0 \[4",
+        ),
+        (lambda: fuse([Net(), Net().double()], X), "has dtype torch.float64"),
+        (lambda: fuse([Net(), Net().eval()], X), "is in eval mode"),
+        (lambda: fuse([Net(), nn.Linear(3, 3)], X), "member 1 has none|member 0 has none"),
+        (lambda: fuse([nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())], X), "member 1 runs aten.tanh"),
+        (lambda: fuse([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU(), nn.ReLU())], X), "member 1 runs"),
+        (lambda: fuse([Net()] * 2, X), "same object"),
+        (lambda: fuse(nets(2), X, seeds=[1]), "1 seeds for 2 members"),
+        (lambda: fuse(nets(2), X, mode="quick"), "is unknown"),  # type: ignore[arg-type]
+        (lambda: fuse([Branching(), Branching()], X), "member 0: cannot trace Branching.*branches on"),
+        (lambda: fuse([Selecting(), Selecting()], torch.ones(2, 3))(torch.ones(2, 3)), "size depends on values"),
+        (lambda: ready().optimizer(torch.optim.SGD, lr=[0.1, 0.2]), "lr has 2 values for 3 members"),
+        (lambda: ready().optimizer(torch.optim.SGD, lr=-1.0), "refuses"),
+        (lambda: ready().optimizer(torch.optim.SGD, lr=0.1, groups=[{"keys": ["no"]}]), "no parameter 'no'"),
+        (lambda: fuse(nets(2), X).scheduler(torch.optim.lr_scheduler.StepLR, step_size=1), "needs an optimizer"),
+        (lambda: ready().scheduler(torch.optim.lr_scheduler.StepLR), "refuses"),
+        (lambda: ready().clip_grad_norm_([1.0]), "1 norms for 3 members"),
+        (lambda: ready().member(3), "no member 3"),
+        (lambda: ready().drop([0, 1, 2]), "would be empty"),
+        (lambda: ready().admit(Net(width=5)), "of member 3 has shape"),
+        (lambda: ready().admit(Net(), nesterov=True), "refuses"),
+        (lambda: ready().load_member(0, {}), "lacks 'conv.weight'"),
+        (lambda: ready().load_member(0, {**Net().state_dict(), "x": X}), "has 'x'"),
+        (lambda: ready().load_member(0, Net(width=5).state_dict()), "has shape"),
+        (lambda: ready()((X, X)), "not like the example"),
+        (lambda: ready()(X[:, :, :4]), r"has shape \[4, 1, 4, 5\]; the models were captured for \['N', 1, 5, 5\]"),
+        (lambda: ready()([X, X], per_member=True), "2 inputs for 3 members"),
+        (lambda: ready()([X, X, X[:2]], per_member=True), "different shapes"),
+        (lambda: ready()(X, per_member=True), "members first"),
+        (lambda: ready(2).load_state_dict(ready(3).state_dict()), "3 members, the array 2"),
+        (lambda: fuse(nets(3), X).load_state_dict(ready(3).state_dict()), "1 optimizers, the array 0"),
+        (lambda: ready().load_state_dict({"schema_version": 9}), "schema 9"),
+        (lambda: ready().loss_scaler(scale=1.0), "no option 'scale'"),
+    ]
+    for call, message in cases:
+        with pytest.raises(FusionError, match=message):
+            call()
