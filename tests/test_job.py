@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from burstpool import Job
 from neighbour import WIDTH
 
-def job(lr: float = 0.1, width: int = WIDTH, bias: bool = True, kind: Literal["a", "b"] = "a", *, name: str = "mine") -> Job:
+def job(
+    lr: float = 0.1, width: int = WIDTH, bias: bool = True, kind: Literal["a", "b"] = "a", *, name: str = "mine"
+) -> Job:
     return Job(
         model=lambda: torch.nn.Linear(4, width, bias=bias), loss=F.mse_loss,
         data=torch.utils.data.TensorDataset(torch.ones(3, 4), torch.zeros(3, width)),
@@ -87,7 +89,7 @@ def test_mistakes_end_in_one_line_that_says_what_to_do(
 def test_a_file_with_a_syntax_error_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text("x = 1\ndef job(:\n")
-    with pytest.raises(JobError, match="SyntaxError.*line 2"):
+    with pytest.raises(JobError, match=r"SyntaxError.*line 2"):
         load_job(path)
 
 
@@ -152,3 +154,68 @@ def test_a_job_file_documented_in_the_design_loads(tmp_path: Path) -> None:
     job = load_job(path, {"lr": "0.03"})
     output = job.build_model()(*job.example(3)[0])
     assert torch.isfinite(job.loss(output, job.samples(3)[1]))
+
+
+ODD_JOBS = """
+import torch
+from torch.nn import functional as F
+from burstpool import Job
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield torch.ones(2), 0
+
+def make(model=lambda: torch.nn.Linear(2, 2), data=None):
+    return Job(model=model, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+               data=data if data is not None else torch.utils.data.TensorDataset(torch.ones(3, 2), torch.ones(3, 2)))
+
+def endless(): return make(data=Endless())
+def triples(): return make(data=[(torch.ones(2), 0, 1)] * 3)
+def unequal(): return make(data=[(torch.ones(i + 1), 0) for i in range(8)])
+def raising(): return make(model=lambda: torch.nn.Linear(2, "two"))
+def number(): return make(model=lambda: 3)
+def unannotated(width=3): return make(model=lambda: torch.nn.Linear(2, width))
+def undefined(width: "Undefined" = 3): return make()
+def late():
+    import late_neighbour
+    return make()
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("endless", "has no length"),
+        ("triples", "each must be (input, target)"),
+        ("unequal", "each must be (input, target), all of one shape"),
+        ("raising", "cannot be built"),
+        ("number", "returned a int; it must return a module"),
+        ("undefined", "annotations of"),
+    ],
+)
+def test_jobs_that_cannot_be_used_say_why_in_one_line(tmp_path: Path, function: str, says: str) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+
+    def use() -> None:
+        job = load_job(f"{path}:{function}", {"width": 4} if function == "undefined" else {})
+        job.build_model()
+        job.samples(4)
+
+    with pytest.raises(JobError) as caught:
+        use()
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_without_annotation_take_the_type_of_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    assert load_job(f"{path}:unannotated", {"width": "5"}).build_model().out_features == 5
+
+
+def test_a_job_may_import_its_neighbours_late(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    (tmp_path / "late_neighbour.py").write_text("")
+    assert load_job(f"{path}:late").name == "late"

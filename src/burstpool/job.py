@@ -62,18 +62,36 @@ class Job:
         """The model with the weights its seed gives; leaves the global random state as it was."""
         import torch
 
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            return self.model()
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        try:
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(self.seed)
+                model = self.model()
+        except JobError:
+            raise
+        except Exception as error:
+            raise JobError(f"the model of job {self.name!r} cannot be built: {_in_words(error)}") from error
+        if not isinstance(model, torch.nn.Module):
+            raise JobError(f"Job.model of {self.name!r} returned a {type(model).__name__}; it must return a module")
+        return model
 
     def samples(self, batch: int) -> tuple[Any, Any]:
         """The first `batch` samples, collated to `(input, target)`; wraps around short data."""
         from torch.utils.data import default_collate
 
-        length = len(self.data)  # type: ignore[arg-type]
+        try:
+            length = len(self.data)  # type: ignore[arg-type]
+        except TypeError:
+            raise JobError(f"the data of job {self.name!r} has no length; pass a map-style Dataset") from None
         if length == 0:
             raise JobError(f"the data of job {self.name!r} is empty")
-        inputs, targets = default_collate([self.data[i % length] for i in range(batch)])
+        try:
+            inputs, targets = default_collate([self.data[i % length] for i in range(batch)])
+        except Exception as error:
+            raise JobError(
+                f"the samples of job {self.name!r} cannot be batched: {_in_words(error)}; "
+                "each must be (input, target), all of one shape"
+            ) from error
         return inputs, targets
 
     def example(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -103,22 +121,32 @@ def load_job(source: str | os.PathLike[str], settings: Mapping[str, Any] | None 
     except JobError:
         raise
     except Exception as error:
-        raise JobError(f"{source} failed: {type(error).__name__}: {error} ({_last_user_line(error)})") from error
+        raise JobError(f"{source} failed: {_in_words(error)}") from error
     if not isinstance(job, Job):
         raise JobError(f"{source} returned a {type(job).__name__}; it must return a burstpool.Job")
     return dataclasses.replace(job, name=job.name or name, settings=settings_of(function, accepted))
 
 
+def is_job(source: str) -> bool:
+    """Whether `load_job` is meant, rather than a file of ours."""
+    return source.startswith("zoo:") or source.endswith(".py") or ".py:" in source
+
+
 def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """The settings converted to the types the function's annotations ask for."""
     parameters = inspect.signature(function).parameters
-    annotations = inspect.get_annotations(function, eval_str=True)
+    try:
+        annotations = inspect.get_annotations(function, eval_str=True)
+    except Exception as error:
+        raise JobError(f"the annotations of {source} cannot be read: {error}") from None
     accepted = {}
     for key, value in settings.items():
         if key not in parameters:
             known = ", ".join(parameters) or "none"
             raise JobError(f"{source} has no hyper-parameter {key!r}; it has: {known}")
-        accepted[key] = _convert(value, annotations.get(key, str), where=f"{key}={value} for {source}")
+        default = parameters[key].default
+        inferred = str if default in (inspect.Parameter.empty, None) else type(default)
+        accepted[key] = _convert(value, annotations.get(key, inferred), where=f"{key}={value} for {source}")
     for key, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and key not in accepted:
             raise JobError(f"{source} needs hyper-parameter {key!r}; pass --set {key}=…")
@@ -146,7 +174,10 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def _convert(value: Any, annotation: Any, *, where: str) -> Any:
-    adapter = pydantic.TypeAdapter(annotation)
+    try:
+        adapter = pydantic.TypeAdapter(annotation)
+    except pydantic.PydanticSchemaGenerationError:
+        raise JobError(f"{where}: its annotation {annotation!r} is not a type that a text can become") from None
     try:
         return adapter.validate_strings(value) if isinstance(value, str) else adapter.validate_python(value)
     except pydantic.ValidationError as error:
@@ -189,22 +220,26 @@ def _import_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that pickle finds the user's classes
-    sys.path.insert(0, str(path.parent.resolve()))
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.append(folder)  # for good: the job's functions may import their neighbours later
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise JobError(
-            f"{path} cannot be imported: {type(error).__name__}: {error} ({_last_user_line(error)})"
-        ) from error
-    finally:
-        sys.path.remove(str(path.parent.resolve()))
+        raise JobError(f"{path} cannot be imported: {_in_words(error)}") from error
     return module
 
 
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({_last_user_line(error)})"
+
+
 def _last_user_line(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
+    frames: list[traceback.FrameSummary] = list(traceback.extract_tb(error.__traceback__))
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}"
     ours = str(Path(__file__).parent)
-    frames = [frame for frame in frames if not frame.filename.startswith((ours, "<frozen"))] or frames
+    theirs = [frame for frame in frames if not frame.filename.startswith((ours, "<frozen"))]
+    # Rather the user's own line than that of a package it called.
+    frames = [frame for frame in theirs if "site-packages" not in frame.filename] or theirs or frames
     return f"{frames[-1].filename}, line {frames[-1].lineno}"

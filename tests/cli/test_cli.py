@@ -66,15 +66,32 @@ def test_demo_tells_the_story(capsys: pytest.CaptureFixture[str]) -> None:
         (["cluster", "none.toml"], "none.toml"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line_and_status_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("burstpool: error: ")
     assert says in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_what_cannot_be_traced_is_one_line_too(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(
+        "import torch\nfrom burstpool import Job\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) if x.sum() > 0 else x\n"
+        "def job():\n"
+        "    data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 4))\n"
+        "    return Job(model=lambda: Net(4, 4), loss=torch.nn.functional.mse_loss, data=data,\n"
+        "               optimizer=lambda p: torch.optim.SGD(p, lr=0.1))\n"
+    )
+    command = [sys.executable, "-c", "from burstpool.cli import main; main()", "profile", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"{path}:5" in done.stderr
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

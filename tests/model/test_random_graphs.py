@@ -57,9 +57,7 @@ class RandomGraph(nn.Module):
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    steps=st.lists(
-        st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=9
-    ),
+    steps=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=9),
     data=st.data(),
 )
 def test_random_graphs_cut_at_random_places_give_the_same_step(

@@ -82,7 +82,7 @@ def test_measuring_leaves_the_model_and_the_random_numbers_as_they_were(traced: 
 
 
 def test_a_second_call_is_instant_and_equal_and_new_batches_are_added(
-    traced: burstpool.TracedModel, monkeypatch: pytest.MonkeyPatch
+    traced: burstpool.TracedModel,
 ) -> None:
     first = burstpool.profile(traced, batches=[2, 4])
     start = time.perf_counter()
@@ -140,6 +140,8 @@ def test_layers_that_do_the_same_work_are_run_once(monkeypatch: pytest.MonkeyPat
         ({"batches": []}, "no batches"),
         ({"batches": [0]}, "batch 0 must be at least 1"),
         ({"autocast": "int8"}, "autocast='int8' is not one of bf16, fp16"),
+        ({"threads": 0}, "threads=0 must be 1 to"),
+        ({"threads": 100_000}, "threads=100000 must be 1 to"),
         ({"batches": [1]}, "cannot run a step of batch 1: Expected more than 1 value per channel"),
     ],
 )
@@ -190,3 +192,42 @@ def test_a_sweep_frees_each_value_after_its_last_use() -> None:
 
     sweep(session, traced.blocks(), batch, watch=None, report=look)
     assert most <= 3 * value_bytes < num_layers * value_bytes
+
+
+def test_what_a_layer_keeps_is_counted_whole_however_often_memory_is_used_again() -> None:
+    class Long(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(6):
+                x = x.exp().sin()  # each keeps its input, exp its result: one tensor a turn that nobody else sees
+            return x
+
+    model = nn.Sequential(nn.Linear(64, 64), Long())
+    traced = burstpool.trace(model, torch.randn(4, 64))
+    found = [burstpool.profile(traced, batches=[64], use_cache=False).layers for _ in range(3)]
+    kept = [sum(layer.activation_bytes[64] for layer in layers) for layers in found]
+    assert kept[0] == kept[1] == kept[2] >= 6 * 64 * 64 * 4
+
+
+def test_losses_frozen_layers_and_settings_do_not_share_a_cached_profile(traced: burstpool.TracedModel) -> None:
+    first = burstpool.profile(traced, batches=[2], loss=lambda output, target: output.sum())
+    other = burstpool.profile(traced, batches=[2], loss=lambda output, target: (output**2).mean())
+    assert other.loss_forward_s != first.loss_forward_s
+    traced.model.b.requires_grad_(False)
+    frozen = burstpool.profile(traced, batches=[2], loss=lambda output, target: output.sum())
+    assert frozen.layer("b").backward_s != first.layer("b").backward_s
+
+
+def test_a_model_with_nothing_to_train_is_measured_forward() -> None:
+    found = burstpool.profile(
+        burstpool.trace(nn.Sequential(nn.Tanh(), nn.MaxPool1d(2)), torch.randn(4, 3, 8)), batches=[2]
+    )
+    assert found.layers[0].forward_s[2] > 0
+    assert found.layers[0].backward_s[2] == 0
+
+
+def test_an_unwritable_cache_loses_no_measurement(
+    traced: burstpool.TracedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BURSTPOOL_CACHE", "/proc/nowhere")
+    assert burstpool.profile(traced, batches=[2]).batches == (2,)
+    assert "not kept for another time" in caplog.text

@@ -14,6 +14,7 @@ from rich.console import Console
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import show_profile
 from burstpool.errors import ProfileError
+from burstpool.job import is_job
 from burstpool.profiling.profile import Profile
 
 _SHOWN_LAYERS = 40
@@ -35,7 +36,7 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
 ) -> None:
     """Show where each layer's time, memory and bytes go."""
-    if source.startswith("zoo:") or source.partition(".py:")[0].endswith(".py") or ".py:" in source:
+    if is_job(source):
         found = _measure(source, device, parse_batches(batches), settings, autocast, threads, fallback, cache)
     else:
         from burstpool.profiling.importers import import_profile

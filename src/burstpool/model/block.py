@@ -52,7 +52,7 @@ class Block:
 
     def signature(self) -> str:
         """The same text for two blocks that do the same work on the same shapes."""
-        sizes = [str(tuple(p.shape)) + str(p.dtype) for p in self.parameters.values()]
+        sizes = [f"{tuple(t.shape)}{t.dtype}{t.requires_grad}" for t in self.state_tensors.values()]
         values = [f"{self._values[x].shape}{self._values[x].dtype}" for x in (*self.inputs, *self.outputs)]
         grads = [str(self._values[x].differentiable) for x in self.inputs]
         return "\n".join([*(code.signature() for code in self._codes), *sizes, *values, *grads])

@@ -5,8 +5,11 @@ module call that made it, and what of it depends on samples, parameters or nothi
 (train or eval) the module is in. Raises TraceError naming the user's line where export cannot follow the code.
 """
 
+import contextlib
 import functools
 import inspect
+import io
+import logging
 import os
 import re
 import traceback
@@ -23,6 +26,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import TraceError
+from burstpool.model.buffers import kept
 from burstpool.model.graph import BATCH
 
 BATCH_SYMBOL = sympy.Symbol(BATCH, integer=True, positive=True)
@@ -150,38 +154,51 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     except TypeError as error:
         raise TraceError(f"{type(model).__name__}.forward does not take this example: {error}") from None
     shapes = {name: pytree.tree_map(open_batch, value) for name, value in named.items()}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own notes on its internals
+        with kept(model), _silence():
             return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise TraceError(_explain(error, model)) from error
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What export cannot follow is said once, by our error; torch would print it several times before."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")  # torch's own notes on its internals
+            yield
     finally:
-        _restore(model, buffers)
+        logging.disable(before)
 
 
-def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Undoes what a failed or careless export left in the buffers (fake tensors, counted batches)."""
-    for name, saved in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        now = module._buffers[leaf]
-        if now is None or type(now) is not type(saved):
-            module._buffers[leaf] = saved
-        elif not torch.equal(now, saved):
-            now.copy_(saved)
+def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators inside of a region (`no_grad`, `autocast`) that export keeps as one node; none for others."""
+    for source in node.all_input_nodes if node.op == "call_function" else ():
+        if source.op == "get_attr" and node.graph.owning_module is not None:
+            body = getattr(node.graph.owning_module, str(source.target))
+            if isinstance(body, fx.GraphModule):
+                for inner in body.graph.nodes:
+                    yield inner
+                    yield from inner_nodes(inner)
 
 
-def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or is_random(node))
+def writes(node: fx.Node) -> bool:
+    """Whether it, or anything inside of it, overwrites memory."""
+    own = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return own or any(writes(inner) for inner in inner_nodes(node))
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether it draws from the random stream, so that its place in the order matters."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    own = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return own or any(is_random(inner) for inner in inner_nodes(node))
+
+
+def _is_impure(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or writes(node) or is_random(node)
 
 
 def _tensor_inputs(program: torch.export.ExportedProgram) -> Iterator[str]:

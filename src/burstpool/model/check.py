@@ -5,7 +5,7 @@ buffers bit for bit, gradients to a tolerance. Used by the compatibility table a
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from burstpool.job import model_arguments
+from burstpool.model.buffers import kept
 from burstpool.model.capture import batch_of, resize_samples
 from burstpool.model.replay import replay_step, sum_of_outputs
 from burstpool.model.traced import TracedModel
@@ -52,33 +53,29 @@ def check_step(
     args, kwargs = resize_samples((args, kwargs), batch_of(args, kwargs), batch)
     alone = copy.deepcopy(model)
     alone.zero_grad()
+
+    def given() -> tuple[tuple[Any, ...], dict[str, Any]]:  # anew for each run: some models overwrite their inputs
+        return pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))  # type: ignore[no-any-return]
+
     torch.manual_seed(seed)
-    output = alone(*args, **kwargs)
+    output = alone(*given()[0], **given()[1])
     expected = loss(output)
     expected.backward()  # type: ignore[no-untyped-call]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.zero_grad()
     torch.manual_seed(seed)
-    with torch.no_grad():
-        own = traced(*args, **kwargs)
-    _restore(model, buffers)
+    with kept(model), torch.no_grad():
+        own = traced(*given()[0], **given()[1])
     torch.manual_seed(seed)
-    found = replay_step(traced, args, kwargs, loss=loss, cuts=cuts)
-    difference = Difference(
-        outputs_equal=torch.equal(found, expected.detach()) and _equal(own, output),
-        output_error=_output_error(own, output),
-        buffers_equal=_equal(dict(model.named_buffers()), dict(alone.named_buffers())),
-        gradient_error=_gradient_error(model, alone),
-    )
-    _restore(model, buffers)
+    with kept(model):
+        found = replay_step(traced, *given(), loss=loss, cuts=cuts)
+        difference = Difference(
+            outputs_equal=torch.equal(found, expected.detach()) and _equal(own, output),
+            output_error=_output_error(own, output),
+            buffers_equal=_equal(dict(model.named_buffers()), dict(alone.named_buffers())),
+            gradient_error=_gradient_error(model, alone),
+        )
     model.zero_grad()
     return difference
-
-
-def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -19,8 +19,8 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from burstpool.model.capture import BATCH_SYMBOL, Capture
-from burstpool.model.segment import is_scalar, memory_chain, scalar_expression, stale_views, written_argument
+from burstpool.model.capture import BATCH_SYMBOL, Capture, is_random, writes
+from burstpool.model.segment import FreeNodes, is_scalar, memory_chain, scalar_expression, stale_views, written_argument
 
 
 class LayerCode(Protocol):
@@ -83,15 +83,17 @@ class OperatorCode:
         *,
         inputs: Sequence[fx.Node],
         outputs: Sequence[fx.Node],
+        free: FreeNodes,
         device: torch.device,
     ) -> None:
-        needed = _with_free_sources(nodes, set(inputs), capture)
+        needed = _with_free_sources(nodes, set(inputs), capture, free)
         keys = {**capture.parameters, **capture.buffers}
         stored = [node for node in needed if node.name in keys]
         constants = [node for node in needed if node.name in capture.constants]
         self.state = tuple(keys[node.name] for node in stored)
         self._constants = [capture.constants[node.name] for node in constants]
         self._traced_on = device
+        self._constants_on: dict[torch.device, list[Any]] = {}
         self._capture = capture
         builder = _Builder(capture, device=device)
         builder.take("constants", constants)
@@ -108,12 +110,14 @@ class OperatorCode:
         if not self._depends_on_device:
             return self._run(batch, None, (), state, inputs)  # type: ignore[no-any-return]
         device = next((tensor.device for tensor in (*inputs, *state)), self._traced_on)
-        constants = [_on(constant, device) for constant in self._constants]
-        return self._run(batch, device, constants, state, inputs)  # type: ignore[no-any-return]
+        if device not in self._constants_on:
+            self._constants_on[device] = [_on(constant, device) for constant in self._constants]
+        return self._run(batch, device, self._constants_on[device], state, inputs)  # type: ignore[no-any-return]
 
     def signature(self) -> str:
-        """The generated code: names in it depend only on the operators and their order."""
-        return str(self._module.code)
+        """The generated code, regions' included: names in it depend only on the operators and their order."""
+        bodies = [module for module in self._module.modules() if isinstance(module, fx.GraphModule)]
+        return "\n".join(str(body.code) for body in bodies)
 
     def with_operators(self, replace: Replace) -> "OperatorCode":
         """The same layer, with the operators replaced for which `replace` returns a function."""
@@ -204,7 +208,9 @@ _VIEWS = {torch.ops.aten.view, torch.ops.aten.reshape, torch.ops.aten.flatten, t
           torch.ops.aten._unsafe_view}  # fmt: skip
 
 
-def _with_free_sources(nodes: Sequence[fx.Node], inputs: set[fx.Node], capture: Capture) -> list[fx.Node]:
+def _with_free_sources(
+    nodes: Sequence[fx.Node], inputs: set[fx.Node], capture: Capture, free: FreeNodes
+) -> list[fx.Node]:
     """The nodes with everything they rest on besides the layer's inputs, in running order."""
     needed: set[fx.Node] = set()
     queue = list(nodes)
@@ -214,7 +220,7 @@ def _with_free_sources(nodes: Sequence[fx.Node], inputs: set[fx.Node], capture: 
             continue
         needed.add(node)
         if not is_scalar(node):  # a size follows from the batch, not from the tensor it was read off
-            queue += node.all_input_nodes
+            queue += free.sources(node)
     return [node for node in capture.graph.nodes if node in needed]
 
 
@@ -223,8 +229,8 @@ class _Builder:
 
     def __init__(self, capture: Capture, *, device: torch.device) -> None:
         self.capture, self.traced_on = capture, device
-        self.graph = fx.Graph()
         self.root = nn.Module()
+        self.graph = fx.Graph(owning_module=self.root)  # type: ignore[arg-type]
         self.batch = self.graph.placeholder("batch")
         self.device = self.graph.placeholder("on_device")  # not "device": generated code calls device(…)
         self.made: dict[fx.Node, Any] = {}
@@ -267,7 +273,7 @@ class _Builder:
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
         """The runnable module."""
         self.graph.output([self.made[node] for node in outputs])
-        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "call_function" or _writes(node))
+        self.graph.eliminate_dead_code(is_impure_node=_is_impure)
         return fx.GraphModule(self.root, self.graph)
 
     def _map(self, arguments: Any) -> Any:
@@ -306,16 +312,15 @@ class _Builder:
 
 
 def _out_of_place(node: fx.Node) -> Any:
-    """`relu_` → `relu`."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    """`relu_` → `relu`; None where there is no such form, or none that autograd knows."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket is torch.ops.aten.copy_:
+        return None
     packet = getattr(torch.ops.aten, node.target.overloadpacket.__name__.removesuffix("_"), None)
     return getattr(packet, node.target._overloadname, None)
 
 
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    tags = getattr(node.target, "tags", ())
-    return (schema is not None and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags
+def _is_impure(node: fx.Node) -> bool:
+    return node.op != "call_function" or writes(node) or is_random(node)
 
 
 def _on(value: Any, device: torch.device) -> Any:

@@ -4,6 +4,7 @@ Takes captured operators. Returns forward operations a sample, a multiply-add co
 counter does. Element-wise work is not counted: it is bound by memory, not by arithmetic.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from burstpool.model.capture import BATCH_SYMBOL, Capture
+from burstpool.model.capture import BATCH_SYMBOL, Capture, inner_nodes
 
 aten = torch.ops.aten
 _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
@@ -36,12 +37,14 @@ class FlopCounter:
         """Forward operations of these nodes for one sample."""
         total = 0
         with self._mode, torch.no_grad():
-            for node in nodes:
+            for node in itertools.chain.from_iterable((node, *inner_nodes(node)) for node in nodes):
                 if isinstance(node.target, torch._ops.OpOverload):
                     total += self._recurrent(node) if node.target in _RECURRENT else self._counted(node)
         return total // _BATCH
 
     def _counted(self, node: fx.Node) -> int:
+        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) or self._is_data_dependent(node):
+            return 0  # sizes are known only when it runs
         args, kwargs = map_arg((node.args, node.kwargs), lambda source: self._concrete(source.meta.get("val")))
         with FlopCounterMode(display=False) as counter:
             node.target(*args, **kwargs)  # type: ignore[operator]
@@ -55,6 +58,12 @@ class FlopCounter:
         first, second = self._concrete(source.meta["val"]).shape[:2]
         matrices = [w.meta["val"] for w in weights if isinstance(w, fx.Node) and w.meta["val"].dim() == 2]
         return sum(2 * int(matrix.numel()) * first * second for matrix in matrices)
+
+    def _is_data_dependent(self, node: fx.Node) -> bool:
+        values = [source.meta.get("val") for source in (node, *node.all_input_nodes)]
+        sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+        numbers = [value for value in values if isinstance(value, torch.SymInt)]
+        return any(self._capture.data_dependent(self._capture.size(size)) for size in (*sizes, *numbers))
 
     def _concrete(self, value: Any) -> Any:
         return pytree.tree_map(self._concrete_leaf, value)

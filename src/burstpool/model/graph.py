@@ -176,6 +176,16 @@ class LayerGraph(Artifact):
         return "\n".join(lines)
 
 
+def unique(name: str, used: set[str]) -> str:
+    """The name, or `name@2`, `name@3`, … where it is used already; adds it to the used ones."""
+    count, found = 1, name
+    while found in used:
+        count += 1
+        found = f"{name}@{count}"
+    used.add(found)
+    return found
+
+
 def _some(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:5]) + (f", … ({len(names)} in all)" if len(names) > 5 else "")

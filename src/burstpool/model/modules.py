@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burstpool.errors import TraceError
+from burstpool.model.buffers import cuda_devices, kept
 from burstpool.model.capture import batch_of, flatten_arguments, resize_batch
-from burstpool.model.graph import BATCH, Layer, LayerGraph, Value
+from burstpool.model.code import LayerCode
+from burstpool.model.graph import BATCH, Layer, LayerGraph, Value, unique
 from burstpool.model.traced import CallShape, TracedModel
 
 
@@ -57,55 +59,117 @@ class ModuleCode:
         return [results[place] for place in self._taken]
 
     def signature(self) -> str:
-        """The module's own description."""
-        return f"{self._module!r} {self._spec} {self._arguments}"
+        """Its place in the model, its own description and plain settings: equal text means the same module."""
+        settings = [
+            f"{name}.{key}={value!r}"
+            for name, module in self._module.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, int | float | str | tuple)
+        ]
+        return f"{self._path} {self._module!r} {settings} {self._spec} {self._arguments}"
 
 
 def trace_modules(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TracedModel:
-    """Splits the model between whole modules."""
+    """Splits the model between whole modules, as far as two batches of different size run through the same ones."""
     args, kwargs = resize_batch(args, kwargs, max(2, batch_of(args, kwargs)))
     batch = batch_of(args, kwargs)
     root = _watch(model, args, kwargs)
-    calls = _split(root)
-    inputs = [leaf for leaf in root.arguments if isinstance(leaf, torch.Tensor)]
-    names: dict[int, str] = {id(tensor): f"input{i}" if i else "input" for i, tensor in enumerate(inputs)}
-    wanted = {id(leaf) for call in [*calls, root] for leaf in (call.arguments if call is not root else root.results)}
-    trainable = any(parameter.requires_grad for parameter in model.parameters())
-    layers, codes, used = [], [], set(names.values())
-    for call in calls:
-        name = _unique(call.path or type(model).__name__, used)
+    larger = _watch(model, *resize_batch(args, kwargs, batch + 1))
+    calls, others = _split(root), _split(larger)
+    if [call.path for call in calls] != [call.path for call in others]:
+        calls, others = [root], [larger]  # which modules run depends on the batch
+    builder = _Builder(model, batch, root, larger)
+    for call, other in zip(calls, others, strict=True):
+        builder.add(call, other)
+    return builder.traced((args, dict(kwargs)))
+
+
+class _Builder:
+    """Names what flows between the calls and puts the trace together."""
+
+    def __init__(self, model: nn.Module, batch: int, root: _Call, larger: _Call) -> None:
+        self.model, self.batch, self.root = model, batch, root
+        self.trainable = any(parameter.requires_grad for parameter in model.parameters())
+        self.names: dict[int, str] = {}
+        self.used: set[str] = set()
+        self.inputs: list[Value] = []
+        self.layers: list[Layer] = []
+        self.codes: list[LayerCode] = []
+        for mine, theirs in zip(root.arguments, larger.arguments, strict=True):
+            if isinstance(mine, torch.Tensor):
+                self.names[id(mine)] = unique("input", self.used)
+                self.inputs.append(self._value(mine, theirs, differentiable=False))
+
+    def add(self, call: _Call, other: _Call) -> None:
+        """One call becomes a layer."""
+        name = unique(call.path or type(self.model).__name__, self.used)
         given = [i for i, leaf in enumerate(call.arguments) if isinstance(leaf, torch.Tensor)]
-        taken = [i for i, leaf in enumerate(call.results) if isinstance(leaf, torch.Tensor) and id(leaf) in wanted]
-        sources = tuple(names[id(call.arguments[i])] for i in given)
+        taken = [i for i, leaf in enumerate(call.results) if isinstance(leaf, torch.Tensor)]
+        taken = [i for i in taken if id(call.results[i]) not in self.names]
+        sources = tuple(self.names[id(call.arguments[i])] for i in given)
         for order, place in enumerate(taken):
-            names[id(call.results[place])] = f"{name}:{order}" if order else name
-        outputs = tuple(_value(names[id(call.results[i])], call.results[i], batch, trainable) for i in taken)
-        layers.append(_layer(name, call, sources, outputs))
-        codes.append(ModuleCode(call, given=given, taken=taken))
-    values = tuple(_value(names[id(tensor)], tensor, batch, False) for tensor in inputs)
-    results = [(names.get(id(x)), x if id(x) not in names else None) for x in root.results]
-    if any(name is None and isinstance(x, torch.Tensor) for name, x in results):
-        raise TraceError(f"{type(model).__name__} returns a tensor that none of its modules makes")
-    graph = LayerGraph(
-        model=type(model).__name__,
-        training=model.training,
-        inputs=values,
-        layers=tuple(layers),
-        outputs=tuple(dict.fromkeys(name for name, _ in results if name is not None)),
-    )
-    assert root.result_spec is not None
-    call_shape = CallShape(
-        inputs=[names.get(id(leaf), "") if isinstance(leaf, torch.Tensor) else "" for leaf in root.arguments],
-        in_spec=root.spec,
-        outputs=results,
-        out_spec=root.result_spec,
-        sample_dims={value.name: value.sample_dim for value in values},
-    )
-    return TracedModel(model=model, graph=graph, codes=codes, call=call_shape, example=(args, dict(kwargs)))
+            self.names[id(call.results[place])] = f"{name}:{order}" if order else name
+        outputs = tuple(self._value(call.results[i], other.results[i], differentiable=self.trainable) for i in taken)
+        self.layers.append(self._layer(name, call, sources, outputs))
+        self.codes.append(ModuleCode(call, given=given, taken=taken))
+
+    def traced(self, example: tuple[tuple[Any, ...], dict[str, Any]]) -> TracedModel:
+        """The trace of all calls added."""
+        root, names = self.root, self.names
+        results = [(names.get(id(x)), None if id(x) in names else x) for x in root.results]
+        if any(name is None and isinstance(x, torch.Tensor) for name, x in results):
+            raise TraceError(f"{type(self.model).__name__} returns a tensor that none of its modules makes")
+        graph = LayerGraph(
+            model=type(self.model).__name__,
+            training=self.model.training,
+            inputs=tuple(self.inputs),
+            layers=tuple(self.layers),
+            outputs=tuple(dict.fromkeys(name for name, _ in results if name is not None)),
+        )
+        assert root.result_spec is not None
+        call = CallShape(
+            inputs=[names[id(leaf)] if isinstance(leaf, torch.Tensor) else "" for leaf in root.arguments],
+            in_spec=root.spec,
+            outputs=results,
+            out_spec=root.result_spec,
+            values=self.inputs,
+            example=example,
+        )
+        return TracedModel(model=self.model, graph=graph, codes=self.codes, call=call, example=example)
+
+    def _layer(self, name: str, call: _Call, sources: tuple[str, ...], outputs: tuple[Value, ...]) -> Layer:
+        first_names = {id(parameter): key for key, parameter in self.model.named_parameters()}
+        norms = (nn.modules.batchnorm._BatchNorm,)
+        return Layer(
+            name=name,
+            kind=type(call.module).__name__,
+            inputs=sources,
+            outputs=outputs,
+            parameters={first_names[id(p)]: p.numel() * p.element_size() for p in call.module.parameters()},
+            buffers=tuple(f"{call.path}.{key}".lstrip(".") for key, _ in call.module.named_buffers()),
+            random=any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training for m in call.module.modules()),
+            mixes_samples=any(isinstance(m, norms) and m.training for m in call.module.modules()),
+        )
+
+    def _value(self, tensor: torch.Tensor, larger: torch.Tensor, *, differentiable: bool) -> Value:
+        """What grows when the batch does are the samples."""
+        growing = [dim for dim, (a, b) in enumerate(zip(tensor.shape, larger.shape, strict=True)) if a != b]
+        dim = growing[0] if len(growing) == 1 and tensor.shape[growing[0]] == self.batch else None
+        size, more = (x.numel() * x.element_size() for x in (tensor, larger))
+        return Value(
+            name=self.names[id(tensor)],
+            shape=tuple(BATCH if i == dim else s for i, s in enumerate(tensor.shape)),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            sample_dim=dim,
+            bytes_per_sample=more - size,
+            fixed_bytes=max(0, size - self.batch * (more - size)),
+            differentiable=differentiable and tensor.is_floating_point(),
+        )
 
 
 def _watch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
     """Runs the model once on copies of its buffers, recording every module call."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs)))  # it may overwrite them
     leaves, spec = flatten_arguments(args, kwargs)
     root = _Call("", model, leaves, spec)
     open_calls = [root]
@@ -123,20 +187,16 @@ def _watch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         call = open_calls.pop()
         call.results, call.result_spec = pytree.tree_flatten(result)
 
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         for path, module in model.named_modules():
             if path:
                 handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        with torch.random.fork_rng(), torch.no_grad(), _Watcher(open_calls):
+        with kept(model), torch.random.fork_rng(cuda_devices()), torch.no_grad(), _Watcher(open_calls):
             result = model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
     root.results, root.result_spec = pytree.tree_flatten(result)
     return root
 
@@ -168,43 +228,3 @@ def _split(call: _Call) -> list[_Call]:
     if not call.children or any(isinstance(x, torch.Tensor) and id(x) not in known for x in call.results):
         return [call]
     return [part for child in call.children for part in _split(child)]
-
-
-def _layer(name: str, call: _Call, sources: tuple[str, ...], outputs: tuple[Value, ...]) -> Layer:
-    def key(name: str) -> str:
-        return f"{call.path}.{name}".lstrip(".")
-
-    norms = (nn.modules.batchnorm._BatchNorm,)
-    return Layer(
-        name=name,
-        kind=type(call.module).__name__,
-        inputs=sources,
-        outputs=outputs,
-        parameters={key(n): p.numel() * p.element_size() for n, p in call.module.named_parameters()},
-        buffers=tuple(key(n) for n, _ in call.module.named_buffers()),
-        random=any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training for m in call.module.modules()),
-        mixes_samples=any(isinstance(m, norms) and m.training for m in call.module.modules()),
-    )
-
-
-def _value(name: str, tensor: torch.Tensor, batch: int, trainable: bool) -> Value:
-    dims = [dim for dim, size in enumerate(tensor.shape) if size == batch]
-    dim = dims[0] if dims else None
-    size = tensor.numel() * tensor.element_size()
-    return Value(
-        name=name,
-        shape=tuple(BATCH if i == dim else s for i, s in enumerate(tensor.shape)),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        sample_dim=dim,
-        bytes_per_sample=size // batch if dim is not None else 0,
-        fixed_bytes=size if dim is None else 0,
-        differentiable=trainable and tensor.is_floating_point(),
-    )
-
-
-def _unique(name: str, used: set[str]) -> str:
-    count = 1
-    while (unique := name if count == 1 else f"{name}@{count}") in used:
-        count += 1
-    used.add(unique)
-    return unique

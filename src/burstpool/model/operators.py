@@ -7,19 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 
-from burstpool.model.capture import BATCH_SYMBOL, Capture, capture, is_random
+from burstpool.errors import TraceError
+from burstpool.model.capture import BATCH_SYMBOL, Capture, capture, inner_nodes, is_random
 from burstpool.model.code import OperatorCode
 from burstpool.model.flops import FlopCounter
-from burstpool.model.graph import Layer, LayerGraph, Value
-from burstpool.model.segment import Segment, grows_with_batch, mixes_samples, sample_dim, segment
+from burstpool.model.graph import Layer, LayerGraph, Value, unique
+from burstpool.model.segment import Segment, free_nodes, mixes_samples, sample_dim, segment
 from burstpool.model.traced import CallShape, TracedModel
 
 _UNNAMED = {"getitem", "view", "reshape", "flatten", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "to",
-            "expand", "slice", "select", "unflatten", "clone", "detach", "t", "unbind", "split", "chunk"}  # fmt: skip
+            "expand", "slice", "select", "unflatten", "clone", "detach", "t", "unbind", "split", "chunk",
+            "numpy_T"}  # fmt: skip
 """Operators that say little about a layer; left out of its kind where there are others."""
 _MAX_KIND = 4
 """Operators named in a layer's kind."""
@@ -28,7 +29,8 @@ _MAX_KIND = 4
 def trace_operators(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TracedModel:
     """Splits the model at the boundaries of its module calls."""
     captured = capture(model, args, kwargs)
-    segments = segment(captured)
+    free = free_nodes(captured)
+    segments = segment(captured, free)
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     builder = _LayerBuilder(captured, model, segments)
     layers = tuple(builder.layer(index) for index in range(len(segments)))
@@ -38,10 +40,12 @@ def trace_operators(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
             seg.nodes,
             inputs=builder.entering(index),
             outputs=builder.leaving(index),
+            free=free,
             device=device,
         )
         for index, seg in enumerate(segments)
     ]
+    args_and_kwargs = (args, dict(kwargs))
     inputs = tuple(builder.input_value(name) for name in captured.inputs if name)
     graph = LayerGraph(
         model=type(model).__name__,
@@ -55,10 +59,11 @@ def trace_operators(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         in_spec=captured.in_spec,
         outputs=builder.results(),
         out_spec=captured.out_spec,
-        sample_dims={value.name: value.sample_dim for value in inputs},
+        values=inputs,
+        example=args_and_kwargs,
         batch_range=captured.batch_range,
     )
-    return TracedModel(model=model, graph=graph, codes=codes, call=call, example=(args, dict(kwargs)))
+    return TracedModel(model=model, graph=graph, codes=codes, call=call, example=args_and_kwargs)
 
 
 class _LayerBuilder:
@@ -105,7 +110,6 @@ class _LayerBuilder:
         nodes = self.segments[index].nodes
         stored = dict.fromkeys(s.name for node in nodes for s in node.all_input_nodes if s.op == "placeholder")
         outputs = self.leaving(index)
-        mixed = any(x in self.on_samples and not grows_with_batch(x, self.captured) for x in outputs)
         return Layer(
             name=self.layer_names[index],
             kind=_kind(nodes),
@@ -119,44 +123,50 @@ class _LayerBuilder:
             buffers=tuple(self.captured.buffers[x] for x in stored if x in self.captured.buffers),
             flops_per_sample=self.flops.per_sample(nodes),
             random=any(is_random(node) and not _is_off(node) for node in nodes),
-            mixes_samples=mixed or any(mixes_samples(node) for node in nodes),
+            mixes_samples=any(node in self.on_samples and mixes_samples(node, self.captured) for node in nodes),
         )
 
     def _value(self, node: fx.Node) -> Value:
         tensor = node.meta["val"]
         sizes = [self.captured.size(size) for size in tensor.shape]
-        grows = any(isinstance(size, sympy.Expr) for size in sizes)
-        one_sample = tensor.element_size()
-        for size in sizes:
-            one_sample *= size if isinstance(size, int) else int(size.subs(BATCH_SYMBOL, 1))
+        if any(self.captured.data_dependent(size) for size in sizes):
+            raise TraceError(
+                f"cannot trace {type(self.model).__name__}: it returns a tensor whose size depends on values inside of "
+                'another; return a mask instead, or pass fallback="modules"'
+            )
+        one, two = (_bytes_at(sizes, tensor.element_size(), batch) for batch in (1, 2))
         return Value(
             name=self.value_names[node],
             shape=tuple(size if isinstance(size, int) else str(size) for size in sizes),
             dtype=str(tensor.dtype).removeprefix("torch."),
             sample_dim=sample_dim(node, self.captured),
-            bytes_per_sample=one_sample if grows else 0,
-            fixed_bytes=0 if grows else one_sample,
+            bytes_per_sample=two - one,
+            fixed_bytes=max(0, 2 * one - two),
             differentiable=node in self.differentiable,
         )
 
 
+def _bytes_at(sizes: Sequence[Any], element_bytes: int, batch: int) -> int:
+    total = element_bytes
+    for size in sizes:
+        total *= size if isinstance(size, int) else int(size.subs(BATCH_SYMBOL, batch))
+    return total
+
+
 def _names(segments: Sequence[Segment], *, taken: set[str]) -> list[str]:
     """`features.0` for a leaf module, `layer1.0.add` for operators between modules, `…@2` for a second call."""
-    names: list[str] = []
     used = set(taken)
+    names = []
     for seg in segments:
         operator = _kind(seg.nodes).split("+")[0]
-        name = seg.path if seg.is_leaf else f"{seg.path}.{operator}".lstrip(".")
-        count = 1
-        while (unique := name if count == 1 else f"{name}@{count}") in used:
-            count += 1
-        used.add(unique)
-        names.append(unique)
+        names.append(unique(seg.path if seg.is_leaf else f"{seg.path}.{operator}".lstrip("."), used))
     return names
 
 
 def _kind(nodes: Iterable[fx.Node]) -> str:
+    nodes = [inner for node in nodes for inner in (list(inner_nodes(node)) or [node]) if inner.op == "call_function"]
     named = [_operator_name(node) for node in nodes if node.users]  # without users: counters of batch norm
+    named = named or [_operator_name(node) for node in nodes]
     telling = [name for name in named if name not in _UNNAMED] or [n for n in named if n != "getitem"] or named
     telling = list(dict.fromkeys(telling))
     return "+".join(telling[:_MAX_KIND]) + ("+…" if len(telling) > _MAX_KIND else "")
@@ -171,9 +181,14 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _is_off(node: fx.Node) -> bool:
-    """A dropout that drops nothing draws no random numbers."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet is torch.ops.aten.dropout and (not node.args[2] or bool(node.args[1] == 0))
+    """A dropout, or an operator with dropout inside, that drops nothing draws no random numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    arguments = node.target._schema.arguments
+    given = {x.name: value for x, value in zip(arguments, node.args, strict=False)}
+    found = {x.name: x.default_value for x in arguments} | given | node.kwargs
+    probability = next((found[name] for name in ("p", "dropout_p", "dropout") if name in found), None)
+    return probability == 0 or found.get("train") is False
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -30,7 +30,10 @@ def replay_step(
         run = block.run(*(values[name] for name in block.inputs), batch=batch)
         values.update(zip(block.outputs, (output.detach() for output in run.outputs), strict=True))
         runs.append(run)
-    leaves = {name: values[name].requires_grad_(values[name].is_floating_point()) for name in traced.graph.outputs}
+    leaves = {
+        name: values[name].requires_grad_(values[name].is_floating_point() or values[name].is_complex())
+        for name in traced.graph.outputs
+    }
     result = loss(traced.output(values | leaves))
     result.backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
@@ -40,6 +43,10 @@ def replay_step(
             if gradient is not None:
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return result.detach()
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def sum_of_outputs(output: Any) -> torch.Tensor:

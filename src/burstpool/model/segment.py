@@ -13,7 +13,8 @@ Free operators, which depend on neither samples nor parameters (masks, positions
 each layer that needs one computes it again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -22,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from burstpool.model.capture import BATCH_SYMBOL, Capture, is_random
+from burstpool.model.capture import BATCH_SYMBOL, Capture, inner_nodes, is_random
 
 aten = torch.ops.aten
 
@@ -52,28 +53,53 @@ class Segment:
     nodes: list[fx.Node] = field(default_factory=list)
 
 
-def segment(capture: Capture) -> list[Segment]:
-    """The layers' operators, in running order."""
-    free = free_nodes(capture)
-    work = [node for node in capture.graph.nodes if node.op == "call_function" and node not in free]
-    return _contract(_join_inseparable(_split(work), capture), capture, free)
-
-
-def free_nodes(capture: Capture) -> set[fx.Node]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeNodes:
     """What any layer can have for itself: sizes, constants, buffers nobody writes, and what follows from them."""
-    written = {written_argument(node) for node in capture.graph.nodes}
+
+    nodes: frozenset[fx.Node]
+    writers: Mapping[fx.Node, Sequence[fx.Node]]
+    """The node that made some memory → the free operators that overwrite that memory."""
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """What a layer needs besides to have this node: its arguments, and whatever writes into its memory."""
+        return [*node.all_input_nodes, *(self.writers.get(_root(node), ()) if node in self.nodes else ())]
+
+
+def free_nodes(capture: Capture) -> FreeNodes:
+    """Starts from all that looks free and takes out memory that anything else writes, until nothing changes."""
+    writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in capture.graph.nodes:
+        if (target := written_argument(node)) is not None:
+            writers[_root(target)].append(node)
+    spoilt = {root for root in writers if root.op == "placeholder"}
+    while True:
+        free = _free_but_for(spoilt, capture)
+        more = {root for root, nodes in writers.items() if not free.issuperset(nodes)} - spoilt
+        if not more:
+            return FreeNodes(nodes=frozenset(free), writers=writers)
+        spoilt |= more
+
+
+def _free_but_for(spoilt: set[fx.Node], capture: Capture) -> set[fx.Node]:
     free: set[fx.Node] = set()
     for node in capture.graph.nodes:
         if node.op == "placeholder":
-            is_free = node.name in capture.constants or (node.name in capture.buffers and node not in written)
+            is_free = node.name in capture.constants or node.name in capture.buffers
         elif node.op == "call_function":
             known_size = is_scalar(node) and not capture.data_dependent(scalar_expression(node, capture))
             is_free = known_size or (not is_random(node) and all(x in free for x in node.all_input_nodes))
         else:
             is_free = node.op == "get_attr"
-        if is_free:
+        if is_free and (is_scalar(node) or _root(node) not in spoilt):
             free.add(node)
     return free
+
+
+def segment(capture: Capture, free: FreeNodes) -> list[Segment]:
+    """The layers' operators, in running order."""
+    work = [node for node in capture.graph.nodes if node.op == "call_function" and node not in free.nodes]
+    return _contract(_join_inseparable(_split(work), capture), capture, free.nodes)
 
 
 def sample_dim(node: fx.Node, capture: Capture) -> int | None:
@@ -88,10 +114,41 @@ def grows_with_batch(node: fx.Node, capture: Capture) -> bool:
     return any(isinstance(capture.size(size), sympy.Expr) for size in node.meta["val"].shape)
 
 
-def mixes_samples(node: fx.Node) -> bool:
-    """Whether the operator takes statistics over the samples it is given."""
+def mixes_samples(node: fx.Node, capture: Capture) -> bool:
+    """Whether one sample's result depends on the others'."""
+    if any(mixes_samples(inner, capture) for inner in inner_nodes(node)):
+        return True
     packet = getattr(node.target, "overloadpacket", None)
-    return packet is aten.batch_norm and bool(node.args[_BATCH_NORM_TRAINING])
+    if packet is aten.batch_norm:
+        return bool(node.args[_BATCH_NORM_TRAINING])
+    given = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+    given = [x for x in given if grows_with_batch(x, capture)]
+    value = node.meta.get("val")
+    if not given or not isinstance(value, torch.Tensor):
+        return False
+    if not grows_with_batch(node, capture) or sum(_grows(size, capture) for size in value.shape) > 1:
+        return True
+    return not _is_view(node) and _works_along_samples(node, given[0], capture)
+
+
+def _works_along_samples(node: fx.Node, first: fx.Node, capture: Capture) -> bool:
+    """Whether the operator's `dim` (or an index) is the dimension of its first argument's samples."""
+    if node.args[:1] != (first,) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    dims = first.meta["val"].dim()
+    along = [dim for dim, size in enumerate(first.meta["val"].shape) if _grows(size, capture)]
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.name in ("dim", "dims"):
+            named = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(dim, int) and dim % dims in along for dim in named):
+                return True
+        if argument.name == "indices" and isinstance(value, list | tuple):
+            return any(index is not None and place in along for place, index in enumerate(value))
+    return False
+
+
+def _grows(size: Any, capture: Capture) -> bool:
+    return isinstance(capture.size(size), sympy.Expr)
 
 
 def is_scalar(node: fx.Node) -> bool:
@@ -108,13 +165,35 @@ def scalar_expression(node: fx.Node, capture: Capture) -> Any:
 
 
 def written_argument(node: fx.Node) -> fx.Node | None:
-    """The tensor that an in-place operator such as `relu_` or `add_` overwrites."""
+    """The tensor that an in-place operator such as `relu_` or `add_`, or one inside of a region, overwrites."""
+    for inner in inner_nodes(node):
+        target = written_argument(inner)
+        if target is not None and (root := _root(target)).op == "placeholder":
+            return _handed_to(node, root)
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
             return value
     return None
+
+
+def _handed_to(region: fx.Node, placeholder: fx.Node) -> fx.Node | None:
+    """What a region's own placeholder stands for outside of it."""
+    names = [node for node in placeholder.graph.nodes if node.op == "placeholder"]
+    place = next((place for place, x in enumerate(region.args) if _is_body(x)), len(region.args))
+    outer = region.args[place + 1 :]
+    found = outer[names.index(placeholder)] if names.index(placeholder) < len(outer) else None
+    return found if isinstance(found, fx.Node) else None
+
+
+def _is_body(argument: Any) -> bool:
+    return isinstance(argument, fx.Node) and argument.op == "get_attr"
+
+
+def _root(node: fx.Node) -> fx.Node:
+    *_, root = memory_chain(node)
+    return root
 
 
 def memory_chain(node: fx.Node) -> Iterator[fx.Node]:
@@ -148,8 +227,7 @@ def stale_views(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     target = written_argument(node)
     if target is None:
         return []
-    *_, root = memory_chain(target)
-    family, queue = set(), [root]
+    family, queue = set(), [_root(target)]
     while queue:
         current = queue.pop()
         family.add(current)
@@ -211,7 +289,7 @@ def _can_cross(node: fx.Node, capture: Capture) -> bool:
     return not grows_with_batch(node, capture) or sample_dim(node, capture) is not None
 
 
-def _contract(segments: list[Segment], capture: Capture, free: set[fx.Node]) -> list[Segment]:
+def _contract(segments: list[Segment], capture: Capture, free: frozenset[fx.Node]) -> list[Segment]:
     def belongs(before: Segment, after: Segment) -> bool:
         inside, own = set(before.nodes), set(after.nodes)
         users = {user for node in before.nodes for user in node.users if user not in free}
@@ -241,5 +319,12 @@ def _is_cheap(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
-    return is_view or node.target.overloadpacket in _CHEAP or torch.Tag.pointwise in node.target.tags
+    return _is_view(node) or node.target.overloadpacket in _CHEAP or torch.Tag.pointwise in node.target.tags
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is getitem
+    if node.target.overloadpacket in _MAYBE_VIEWS:
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)

@@ -17,7 +17,7 @@ from burstpool.errors import TraceError
 from burstpool.model.block import Block
 from burstpool.model.capture import flatten_arguments
 from burstpool.model.code import LayerCode, ReplaceableCode, Site
-from burstpool.model.graph import Layer, LayerGraph
+from burstpool.model.graph import Layer, LayerGraph, Value
 
 
 class TracedModel:
@@ -107,12 +107,15 @@ class CallShape:
         in_spec: pytree.TreeSpec,
         outputs: Sequence[tuple[str | None, Any]],
         out_spec: pytree.TreeSpec,
-        sample_dims: Mapping[str, int | None],
+        values: Sequence[Value],
+        example: tuple[tuple[Any, ...], Mapping[str, Any]],
         batch_range: tuple[int, int | None] = (1, None),
     ) -> None:
         self._inputs, self._in_spec = inputs, in_spec
         self._outputs, self._out_spec = outputs, out_spec
-        self._sample_dims, self._range = sample_dims, batch_range
+        self._values = {value.name: value for value in values}
+        self._example = flatten_arguments(*example)[0]
+        self._range = batch_range
 
     def input_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Named input tensors."""
@@ -121,18 +124,30 @@ class CallShape:
             raise TraceError(
                 f"the arguments differ in structure from the traced example: {spec} is not {self._in_spec}"
             )
+        for leaf, traced in zip(leaves, self._example, strict=True):
+            if not isinstance(traced, torch.Tensor) and leaf != traced:
+                raise TraceError(f"the model was traced with argument {traced!r}, not {leaf!r}; trace it with that")
         values = {name: leaf for name, leaf in zip(self._inputs, leaves, strict=True) if name}
+        for name, tensor in values.items():
+            self._check_shape(self._values[name], tensor)
         low, high = self._range
         batch = self.batch(values)
         if batch < low or (high is not None and batch > high):
             raise TraceError(f"batch {batch} is outside {low} to {high or '…'}, for which the traced code is valid")
         return values
 
+    @staticmethod
+    def _check_shape(value: Value, tensor: torch.Tensor) -> None:
+        fits = tensor.dim() == len(value.shape)
+        if not fits or any(isinstance(a, int) and a != b for a, b in zip(value.shape, tensor.shape, strict=True)):
+            traced = "×".join(str(size) for size in value.shape)
+            raise TraceError(f"input {value.name!r} was traced as {traced}, not {tuple(tensor.shape)}; trace it again")
+
     def batch(self, values: Mapping[str, torch.Tensor]) -> int:
         """Samples in the input values."""
-        for name, dim in self._sample_dims.items():
-            if dim is not None:
-                return values[name].shape[dim]
+        for name, value in self._values.items():
+            if value.sample_dim is not None:
+                return values[name].shape[value.sample_dim]
         raise TraceError("no input has samples")
 
     def output(self, values: Mapping[str, torch.Tensor]) -> Any:

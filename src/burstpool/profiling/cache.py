@@ -7,6 +7,7 @@ measured again.
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from burstpool.errors import ArtifactError
 from burstpool.profiling.profile import TABLES, Profile
 
+_LOG = logging.getLogger(__name__)
 _STEP_TABLES = ("step_s", "loss_forward_s", "loss_backward_s")
 
 
@@ -38,6 +40,14 @@ def read(file: Path) -> Profile | None:
         return Profile.load(file)
     except ArtifactError:
         return None
+
+
+def write(file: Path, profile: Profile) -> None:
+    """Keeps the profile; what was measured is not lost because the folder cannot be written."""
+    try:
+        profile.save(file)
+    except ArtifactError as error:
+        _LOG.warning("the profile is not kept for another time: %s", error)
 
 
 def merged(old: Profile, new: Profile) -> Profile:

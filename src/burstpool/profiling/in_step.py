@@ -89,6 +89,8 @@ class _LayeredSteps:
             result = self.session.loss(output, self.target)
         self.loss_times.forward.append(time.perf_counter() - start)
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        if not wanted or not result.requires_grad:
+            return {}
         found = self._timed(self.loss_times, lambda: torch.autograd.grad(result, wanted, allow_unused=True))
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
         return {name: [gradient] for name, gradient in zip(names, found, strict=True) if gradient is not None}

@@ -6,15 +6,20 @@ whole step is timed in one piece beside them where it fits, so that the profile 
 from the truth. Ignores the optimizer and the loading of data.
 """
 
+import contextlib
+import functools
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from burstpool import __version__
 from burstpool.cluster import catalogue
-from burstpool.errors import ProfileError
+from burstpool.errors import BurstpoolError, ProfileError
 from burstpool.job import Job
 from burstpool.model.block import Block
 from burstpool.model.replay import sum_of_outputs
@@ -27,8 +32,8 @@ from burstpool.profiling.sweep import LayerRun, sweep
 from burstpool.profiling.timing import CpuStopwatch, Measured, Stopwatch, num_threads, stopwatch
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_EXAMPLE_BATCH = 4
-"""Samples of a job's data that its model is traced with."""
+_EXAMPLE_BATCH = 5
+"""Samples of a job's data that its model is traced with; a number that other sizes seldom have."""
 _WHOLE_STEP_BYTES = 2**31
 """On the CPU, steps whose activations are larger are not run in one piece."""
 
@@ -66,6 +71,9 @@ def profile(
     Batches measured before, of the same layers on the same device with the same versions, come from the cache.
     """
     wanted = _checked_batches(batches)
+    cores = os.cpu_count() or 1
+    if not 1 <= threads <= cores:
+        raise ProfileError(f"threads={threads} must be 1 to {cores}, the cores of this machine")
     if autocast not in (None, *AUTOCAST):
         raise ProfileError(f"autocast={autocast!r} is not one of {', '.join(AUTOCAST)}")
     session = Session(
@@ -83,7 +91,7 @@ def profile(
         measured = measurement.run(missing, progress or (lambda done, total, what: None))
         known = measured if known is None else cache.merged(known, measured)
         if use_cache:
-            known.save(path)
+            cache.write(path, known)
     assert known is not None
     return cache.selected(known, wanted)
 
@@ -104,7 +112,9 @@ class _Measurement:
 
     def description(self) -> list[str]:
         """All that the result depends on."""
-        options = [device_name(self.session.device, self.threads), self._dtype(), str(self.session.autocast), self.name]
+        device = self.session.device
+        options = [device_name(device, self.threads), self._dtype(), str(self.session.autocast), self.name]
+        options += [_hardware(device, self.threads), __version__, _identity(self.session.loss), str(_backend_flags())]
         versions = [f"{name} {version}" for name, version in _versions(self.session.device).items()]
         layers = [f"{block.layers[0].name}: {block.signature()}" for block in self.blocks]
         return [*options, str(self.session.traced.graph.training), *versions, *layers]
@@ -124,11 +134,8 @@ class _Measurement:
         with num_threads(self.threads), self.session.model_left_as_it_was():
             watch = stopwatch(self.session.device)
             for batch in sorted(batches, reverse=True):
-                try:
-                    with watch.context():
-                        results[batch] = self._batch(batch, watch, report)
-                except torch.OutOfMemoryError:
-                    raise ProfileError(f"{self.name} runs out of memory at batch {batch}; leave it out") from None
+                with watch.context():
+                    results[batch] = self._checked(batch, functools.partial(self._batch, batch, watch, report))
         progress(steps, steps, "done")
         return self._profile(results)
 
@@ -136,15 +143,14 @@ class _Measurement:
         if isinstance(watch, CpuStopwatch) and self._fits_whole(batch):
             runs, _ = sweep(self.session, self.blocks, batch, watch=None, report=report)
             report(f"whole steps, batch {batch}")
-            times, loss, whole_s = self._checked(
-                batch, lambda: measure_in_step(self.session, self.blocks, batch, watch)
-            )
+            times, loss, whole_s = measure_in_step(self.session, self.blocks, batch, watch)
             return _BatchResult(runs=runs, times=times, loss=loss, whole_s=whole_s)
         runs, alone = sweep(self.session, self.blocks, batch, watch=watch, report=report)
         report(f"whole step, batch {batch}")
         whole = None
         if self._fits_whole(batch):
-            whole = self._checked(batch, lambda: watch.whole(self.session.step(batch)))
+            with contextlib.suppress(torch.OutOfMemoryError):  # the layers fit one by one
+                whole = watch.whole(self.session.step(batch))
         assert alone is not None
         return _BatchResult(runs=runs, times=[run.time for run in runs if run.time], loss=alone, whole_s=whole)
 
@@ -152,10 +158,12 @@ class _Measurement:
         try:
             return run()
         except torch.OutOfMemoryError:
+            raise ProfileError(f"{self.name} runs out of memory at batch {batch}; leave it out") from None
+        except BurstpoolError:
             raise
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ProfileError(f"{self.name} cannot run a step of batch {batch}: {reason}; leave it out") from error
+            raise ProfileError(f"{self.name} cannot run a step of batch {batch}: {reason}") from error
 
     def _fits_whole(self, batch: int) -> bool:
         """Whether a whole step's activations, about two copies of every value, can be held at once."""
@@ -214,9 +222,11 @@ class _Measurement:
 
     def _dtype(self) -> str:
         dtype = next((p.dtype for p in self.session.traced.model.parameters()), torch.float32)
-        if dtype is torch.float32 and self.session.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-            return "tf32"
-        return DTYPES[dtype]
+        if dtype not in DTYPES:
+            raise ProfileError(f"{self.name} has parameters of {dtype}; only {', '.join(DTYPES.values())} are measured")
+        convolves = any("conv" in layer.kind for layer in self.session.traced.layers)
+        in_tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
+        return "tf32" if dtype is torch.float32 and self.session.device.type == "cuda" and in_tf32 else DTYPES[dtype]
 
 
 def device_name(device: torch.device, threads: int) -> str:
@@ -251,6 +261,18 @@ def _checked_batches(batches: Sequence[int]) -> list[int]:
     return sorted(set(batches))
 
 
+def _identity(loss: Callable[..., Any]) -> str:
+    """Tells one loss from another as far as its code goes."""
+    code = getattr(loss, "__code__", None)
+    text = f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', repr(loss))}"
+    return text if code is None else f"{text} {code.co_code.hex()} {code.co_consts!r} {code.co_names}"
+
+
+def _backend_flags() -> tuple[bool, ...]:
+    cudnn = torch.backends.cudnn
+    return (torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic)
+
+
 def _versions(device: torch.device) -> dict[str, str]:
     found = {"torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
@@ -264,4 +286,12 @@ def _versions(device: torch.device) -> dict[str, str]:
 def _hardware(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, each layer in CUDA graphs"
-    return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{_cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -37,12 +37,12 @@ def kept_by(
     state: Iterable[torch.Tensor],
 ) -> Kept:
     """Runs forward once and looks at what autograd saves."""
-    saved: dict[int, int] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        # Keeps nothing: there is no backward, and a result that its own graph keeps would never be freed.
+        saved[storage.data_ptr()] = storage  # held, so that its address is not used again
+        # Packs nothing: there is no backward, and a result that its own graph keeps would never be freed.
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         outputs = forward()
@@ -50,7 +50,7 @@ def kept_by(
     places_out = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(outputs)}
     known = {tensor.untyped_storage().data_ptr() for tensor in state} | {*places_in, *places_out}
     return Kept(
-        inside_bytes=sum(size for pointer, size in saved.items() if pointer not in known),
+        inside_bytes=sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in known),
         inputs=frozenset(places_in[pointer] for pointer in saved if pointer in places_in),
         outputs=frozenset(places_out[pointer] for pointer in saved if pointer in places_out),
         output_bytes=tuple(output.numel() * output.element_size() for output in outputs),

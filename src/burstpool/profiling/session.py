@@ -9,10 +9,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from burstpool.model.block import Block
+from burstpool.model.buffers import kept
 from burstpool.model.capture import batch_of, resize_batch, resize_samples
 from burstpool.model.trace import TracedModel
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,7 @@ class Session:
     def output_leaves(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the model returns, cut off likewise."""
         names = self.traced.graph.outputs
-        return {name: values[name].detach().requires_grad_(values[name].is_floating_point()) for name in names}
+        return {name: values[name].detach().requires_grad_(_has_gradient(values[name])) for name in names}
 
     def step(self, batch: int) -> Callable[[], None]:
         """A whole step of the user's own model: forward, loss, backward."""
@@ -75,7 +80,8 @@ class Session:
         def step() -> None:
             with self.autocasting():
                 result = self.loss(model(*args, **kwargs), target)
-            torch.autograd.grad(result, parameters, allow_unused=True)
+            if parameters:
+                torch.autograd.grad(result, parameters, allow_unused=True)
 
         return step
 
@@ -87,15 +93,8 @@ class Session:
     @contextlib.contextmanager
     def model_left_as_it_was(self) -> Iterator[None]:
         """Keeps measuring from using up random numbers and from moving batch norm's statistics."""
-        model = self.traced.model
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            try:
-                yield
-            finally:
-                with torch.no_grad():
-                    for name, buffer in model.named_buffers():
-                        buffer.copy_(buffers[name])
+        with kept(self.traced.model), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            yield
 
     def _on_device(self, tree: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), tree)
