@@ -7,7 +7,7 @@ nor ray, so that the command line answers at once.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from burstpool.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from burstpool.cluster.spec import ClusterSpec

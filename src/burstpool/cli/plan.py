@@ -20,11 +20,15 @@ from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds, size
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.errors import PlanError, ProfileError
+from burstpool.job import is_job
 from burstpool.model.graph import LayerGraph
+from burstpool.plan import burst, data
 from burstpool.plan.inputs import PlanInputs
 from burstpool.plan.plan import Plan, PlannedBlock
+from burstpool.plan.skyline import describe_burst
 from burstpool.plan.strategies import planner
 from burstpool.profiling.profile import Profile
+from burstpool.report.timeline import Timeline
 from burstpool.schedule.draw import draw
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 
 _CPU = re.compile(r"cpu-(?:core|(\d+)-cores)")
 """Device types that this machine's CPU stands for."""
-_EXAMPLE_BATCH = 4
+_EXAMPLE_BATCH = 5
 """Samples of a job's data that its model is traced with."""
 
 
@@ -44,7 +48,10 @@ def plan(
     batch: Annotated[
         int | None, typer.Option(help="Samples a step over all devices; the job's if left out.", min=1)
     ] = None,
-    strategy: Annotated[str, typer.Option(help="How to use the devices: data.")] = "data",
+    strategy: Annotated[str, typer.Option(help="How to use the devices: data or burst.")] = "data",
+    burst_limit: Annotated[
+        float | None, typer.Option(help="With burst: device-time a step may take over one device's, e.g. 2.0.")
+    ] = None,
     profiles: Annotated[
         list[Path] | None, typer.Option("--profile", help="A profile of the job; one a device type.")
     ] = None,
@@ -55,14 +62,17 @@ def plan(
 ) -> None:
     """Plan which devices run which layers, and predict the step."""
     choose = planner(strategy)  # a wrong name should not cost a minute of measuring
+    if burst_limit is not None and strategy != "burst":
+        raise PlanError("--burst-limit goes with --strategy burst")
+    options: dict[str, Any] = {} if burst_limit is None else {"burst_limit": burst_limit}
     spec = ClusterSpec.load(cluster)
-    if _is_job(source):
+    if is_job(source):
         measured, graph, batch = _from_job(source, settings, profiles, batch, spec)
     else:
         measured, graph, batch = _from_file(source, settings, profiles, batch)
     inputs = PlanInputs(cluster=spec, profiles=measured, graph=graph, extrapolate=extrapolate)
     begin = time.perf_counter()
-    found = choose(inputs.profiles, spec, batch=batch, graph=inputs.graph, extrapolate=extrapolate)
+    found = choose(inputs.profiles, spec, batch=batch, graph=inputs.graph, extrapolate=extrapolate, **options)
     planning_time_s = time.perf_counter() - begin
     if output is not None:
         inputs.save(PlanInputs.path(output))
@@ -128,15 +138,21 @@ def show_plan(found: Plan, inputs: PlanInputs, console: Console) -> None:
         busy = found.device_seconds / (found.step_time_s * len(found.devices))
         line += f": {found.batch / found.step_time_s:,.0f} samples/s, devices {busy:.0%} busy"
     console.print(line, highlight=False)
+    if found.strategy == "burst":
+        console.print(Text(_beside_data_parallelism(found, inputs, timeline)), highlight=False)
+
+
+def _beside_data_parallelism(found: Plan, inputs: PlanInputs, timeline: Timeline) -> str:
+    """The skyline and the gaps, and what data parallelism and one device would take."""
+    options: dict[str, Any] = {"batch": found.batch, "graph": inputs.graph, "extrapolate": inputs.extrapolate}
+    alone_s = burst.search(inputs.profiles, inputs.cluster, **options).one_device_seconds
+    others = data.plan(inputs.profiles, inputs.cluster, **options)
+    return describe_burst(found, timeline, data_parallel=others, one_device_seconds=alone_s)
 
 
 def _samples(block: PlannedBlock) -> str:
     numbers = {share.num_samples for share in block.shares}
     return str(min(numbers)) if len(numbers) == 1 else f"{min(numbers)}–{max(numbers)}"
-
-
-def _is_job(source: str) -> bool:
-    return source.startswith("zoo:") or source.endswith(".py") or ".py:" in source
 
 
 Source = tuple[tuple[Profile, ...], LayerGraph | None, int]

@@ -1,11 +1,12 @@
 """All planners by name. A new strategy adds a file and a line here."""
 
 from burstpool.errors import PlanError
-from burstpool.plan import data
+from burstpool.plan import burst, data
 from burstpool.plan.base import Planner
 
 STRATEGIES: dict[str, Planner] = {
     "data": data.plan,
+    "burst": burst.plan,
 }
 """What `--strategy` may say."""
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 
-from burstpool import __version__
 from burstpool.cluster import catalogue
 from burstpool.errors import BurstpoolError, ProfileError
 from burstpool.job import Job
@@ -30,6 +29,7 @@ from burstpool.profiling.profile import LayerProfile, Profile
 from burstpool.profiling.session import AUTOCAST, Session
 from burstpool.profiling.sweep import LayerRun, sweep
 from burstpool.profiling.timing import CpuStopwatch, Measured, Stopwatch, num_threads, stopwatch
+from burstpool.version import __version__
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _EXAMPLE_BATCH = 5

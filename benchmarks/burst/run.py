@@ -1,0 +1,196 @@
+"""Burst parallelism: the comparison with DeepPool's planner, and strong scaling to 1024 devices.
+
+run.py --deeppool [--json]       the burst planner against DeepPool's rule
+run.py --times [--json]          how long planning takes
+run.py [--profiles DIR] [--interference FILE] [--json]
+                                 the large-scale simulation; writes results.json and figures/ beside this file
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deeppool_comparison import MODELS, cluster, compare
+from plot import line_plot
+from scaling import Interference, scaling
+from scaling import cluster as scaled_cluster
+
+from burstpool.plan import data
+from burstpool.plan.burst import plan, search
+from burstpool.plan.cost import CostModel
+from burstpool.plan.dataflow import dataflow
+from burstpool.plan.skyline import describe_burst
+from burstpool.profiling.importers import import_profile
+from burstpool.profiling.profile import Profile
+from burstpool.schedule.lower import lower
+from burstpool.schedule.simulate import simulate as simulate_schedule
+
+HERE = Path(__file__).parent
+FIGURES = HERE / "figures"
+DATA = HERE.parents[2] / "shared" / "data" / "deeppool_a100"
+BATCHES = (256, 1024, 4096)
+SCALES = (8, 16, 32, 64, 128, 256, 512, 1024)
+REPEATS = 5
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.skyline:
+        print(picture())
+        return
+    if not DATA.is_dir() and (arguments.deeppool or arguments.times or not arguments.profiles):
+        raise SystemExit(f"DeepPool's profiles are not in {DATA}; give --profiles with profiles of your own")
+    task = deeppool if arguments.deeppool else times if arguments.times else simulate
+    result, text = task(arguments)
+    print(json.dumps(result) if arguments.json else text)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deeppool", action="store_true", help="compare with DeepPool's planner")
+    parser.add_argument("--times", action="store_true", help="measure planning times")
+    parser.add_argument("--skyline", action="store_true", help="draw a plan")
+    parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS), help="of DeepPool's")
+    parser.add_argument("--device-time", choices=["busy", "held"], default="busy", help="what the comparison counts")
+    parser.add_argument("--profiles", type=Path, help="folder of profile.json files to simulate too")
+    parser.add_argument("--interference", type=Path, help="measured table: see scaling.py")
+    parser.add_argument("--burst-limit", type=float, default=2.0)
+    parser.add_argument("--devices", type=int, nargs="*", default=list(SCALES))
+    parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
+    return parser.parse_args()
+
+
+def deeppool(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """All cells, the worst and the best of them."""
+    rows = list(compare(DATA, arguments.device_time, arguments.models))
+    by_speedup = sorted(rows, key=lambda row: float(row["speedup"]))
+    bar = [r for r in rows if (r["model"], r["num_devices"], r["batch"], r["limit"]) == ("vgg16", 64, 64, 2.0)]
+    result = {
+        "never_slower": all(row["burst_ms"] <= row["rule_ms"] * (1 + 1e-9) for row in rows),
+        "num_cells": len(rows),
+        "device_time": arguments.device_time,
+        "worst": by_speedup[0],
+        "best": by_speedup[-1],
+        "vgg16_64_devices_batch_64_limit_2": {row["variant"]: row["speedup"] for row in bar},
+        "cells": rows,
+    }
+    return result, _table(rows)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    keys = list(rows[0])
+    return "\n".join("  ".join(_short(row[key] if row else key) for key in keys) for row in [{}, *rows])
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
+    return f"{text:>12}"
+
+
+def times(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The best of some repeats, in wall-clock and in CPU seconds: other work on the machine disturbs the first."""
+    profiles = {name: import_profile(DATA / MODELS[name]) for name in arguments.models}
+    if "vgg16" in profiles:
+        profiles["chain of 1000"] = _long_chain(profiles["vgg16"])
+    on = cluster(1024, "overlapped")
+    rows = []
+    for name, profile in profiles.items():
+
+        def planned(profile: Profile = profile) -> None:
+            found = search(profile, on, batch=1024, extrapolate=True)
+            found.within(arguments.burst_limit * found.one_device_seconds)
+
+        wall_s, cpu_s = _best_of(planned)
+        rows.append({"model": name, "num_devices": 1024, "batch": 1024, "planning_s": wall_s, "planning_cpu_s": cpu_s})
+    return {"planning": rows}, _table(rows)
+
+
+def _best_of(task: Callable[[], None]) -> tuple[float, float]:
+    found = []
+    for _ in range(REPEATS):
+        wall, cpu = time.perf_counter(), time.process_time()
+        task()
+        found.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return min(wall for wall, _ in found), min(cpu for _, cpu in found)
+
+
+def _long_chain(profile: Profile) -> Profile:
+    """VGG-16's convolutions over and over, no two alike."""
+    body = profile.layers[:19]
+    layers = []
+    for index in range(1000):
+        layer = body[index % len(body)]
+        factor = 0.5 + (index * 7919 % 1000) / 1000
+        layers.append(
+            replace(
+                layer,
+                name=f"layer{index}",
+                inputs=(f"layer{index - 1}",) if index else ("input",),
+                forward_s={batch: factor * seconds for batch, seconds in layer.forward_s.items()},
+                backward_s={batch: factor * seconds for batch, seconds in layer.backward_s.items()},
+            )
+        )
+    return replace(profile, model="chain", layers=tuple(layers))
+
+
+def picture() -> str:
+    """A burst plan, its gaps, and data parallelism beside it."""
+    profile = import_profile(HERE / "profiles" / "vgg16.h200.json")
+    on = scaled_cluster(profile.device, 16)
+    planned = plan(profile, on, batch=64, burst_limit=2.0)
+    flow = dataflow(planned, profile)
+    timeline = simulate_schedule(lower(planned, flow), CostModel(profile, on), flow)
+    return describe_burst(
+        planned,
+        timeline,
+        data_parallel=data.plan(profile, on, batch=64),
+        one_device_seconds=search(profile, on, batch=64).one_device_seconds,
+    )
+
+
+def simulate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """All models, batches and scales; results and plots are written beside this file."""
+    shared = Interference.load(arguments.interference) if arguments.interference else None
+    if shared is None:
+        print("no --interference table: background columns are left out (nothing is assumed free)", file=sys.stderr)
+    profiles = [import_profile(DATA / MODELS[name]) for name in arguments.models] if DATA.is_dir() else []
+    if arguments.profiles:
+        profiles += [import_profile(path) for path in sorted(arguments.profiles.glob("*.json"))]
+    rows: list[dict[str, Any]] = []
+    for profile in profiles:
+        for batch in arguments.batches:
+            print(f"{profile.model} on {profile.device}, batch {batch}", file=sys.stderr)
+            cell = list(scaling(profile, batch, arguments.devices, arguments.burst_limit, shared))
+            rows += cell
+            _plot(cell, f"{profile.model}-{profile.device}-{batch}")
+    result = {"burst_limit": arguments.burst_limit, "background": shared is not None, "rows": rows}
+    (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result, _table(rows)
+
+
+def _plot(rows: list[dict[str, Any]], stem: str) -> None:
+    """Step time and device-time without background; with it, what the cluster gets done in all."""
+    first = rows[0]
+    title = f"{first['model']} on {first['device']}, global batch {first['batch']}"
+    alone = [row for row in rows if row["background_samples_per_s"] is None]
+    pictures = [("step", alone, "step_ms", "ms a step"), ("device-time", alone, "device_ms", "device-ms a step")]
+    if shared := [row for row in rows if row["background_samples_per_s"] is not None]:
+        single = [row for row in alone if row["strategy"] == "data"]
+        pictures.append(("total", [*single, *shared], "total_samples_per_s", "samples/s, foreground and background"))
+    FIGURES.mkdir(exist_ok=True)
+    for name, shown, key, label in pictures:
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in shown:
+            series.setdefault(row["strategy"], []).append((row["num_devices"], row[key]))
+        picture = line_plot(series, title=title, x_label="devices", y_label=label)
+        (FIGURES / f"{stem}-{name}.svg").write_text(picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The burst planner finds what brute force finds, on chains and on branches."""
+
+import pytest
+from burst_cases import Case, brute_force, chains, cluster, forks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from burstpool.errors import PlanError
+from burstpool.plan.burst import search
+from burstpool.plan.burst_cost import BurstOptions
+from burstpool.plan.pareto import front
+
+OPTIONS = [
+    BurstOptions(),
+    BurstOptions(reduction="added", updates=False, regroup_latency_s=2.4e-4),
+]
+CLOSE = 1e-9
+"""Sums of the same some ten numbers in another order."""
+
+
+def check(case: Case, options: BurstOptions, num_devices: int, part: float) -> None:
+    found = search(case.profile, cluster(num_devices), batch=12, options=options)
+    steps, device_s = brute_force(found.cost, case)
+    best = front(steps, device_s)
+    points = found.front()
+    assert all(point.proven for point in points)
+    # Of two plans that differ by rounding only either may stand in a front: compare what each budget buys.
+    for seconds in device_s[best] * (1 + CLOSE):
+        bought = min(p.step_time_s for p in points if p.device_seconds <= seconds)
+        assert bought == pytest.approx(steps[device_s <= seconds].min(), rel=CLOSE)
+    least, most = device_s[best].min(), device_s[best].max()
+    budget = least + part * (most - least)
+    point = found.within(budget)
+    assert point.proven
+    assert point.device_seconds <= budget * (1 + CLOSE)
+    assert point.step_time_s == pytest.approx(steps[device_s <= budget * (1 + CLOSE)].min(), rel=CLOSE)
+    weighed = found.weighted(part)
+    assert weighed.step_time_s + part * weighed.device_seconds == pytest.approx(
+        (steps + part * device_s).min(), rel=CLOSE
+    )
+    with pytest.raises(PlanError, match="the least is"):
+        found.within(least * 0.99)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["overlapped", "added"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=chains(), num_devices=st.integers(1, 4), part=st.floats(0, 1))
+def test_chains_of_8_layers_and_4_widths_are_planned_like_brute_force(
+    case: Case, options: BurstOptions, num_devices: int, part: float
+) -> None:
+    check(case, options, num_devices, part)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["overlapped", "added"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=forks(), num_devices=st.integers(1, 4), part=st.floats(0, 1))
+def test_branches_are_planned_like_brute_force(
+    case: Case, options: BurstOptions, num_devices: int, part: float
+) -> None:
+    check(case, options, num_devices, part)
