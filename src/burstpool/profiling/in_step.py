@@ -9,14 +9,14 @@ batch; returns each layer's times, the loss's, and the whole step's.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from burstpool.model.block import Block
 from burstpool.profiling.session import Session
-from burstpool.profiling.timing import CpuStopwatch, Measured, repeat, sum_of_copies
+from burstpool.profiling.timing import CpuStopwatch, EngineStart, Measured, repeat, sum_of_copies
 
 _TARGET_S = 1.0
 _MAX_STEPS = 200
@@ -35,7 +35,7 @@ def measure_in_step(
     session: Session, blocks: Sequence[Block], batch: int, watch: CpuStopwatch
 ) -> tuple[list[Measured], Measured, float]:
     """Layers', loss's and whole step's times at one batch."""
-    steps = _LayeredSteps(session, blocks, batch, watch.engine_start_s)
+    steps = _LayeredSteps(session, blocks, batch, watch.engine_start)
     whole_step = session.step(batch)
     whole: list[float] = []
 
@@ -58,8 +58,8 @@ def measure_in_step(
 class _LayeredSteps:
     """Runs steps layer by layer and keeps their times."""
 
-    def __init__(self, session: Session, blocks: Sequence[Block], batch: int, engine_start_s: float) -> None:
-        self.session, self.blocks, self.engine_start_s = session, blocks, engine_start_s
+    def __init__(self, session: Session, blocks: Sequence[Block], batch: int, engine_start: EngineStart) -> None:
+        self.session, self.blocks, self.engine_start = session, blocks, engine_start
         self.callers = [session.caller(block, batch) for block in blocks]
         self.parameters = [[p for p in block.parameters.values() if p.requires_grad] for block in blocks]
         self.inputs = session.traced.input_values(*session.arguments(batch)[0], **session.arguments(batch)[1])
@@ -91,7 +91,9 @@ class _LayeredSteps:
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
         if not wanted or not result.requires_grad:
             return {}
-        found = self._timed(self.loss_times, lambda: torch.autograd.grad(result, wanted, allow_unused=True))
+        start = time.perf_counter()
+        found = torch.autograd.grad(result, wanted, allow_unused=True)
+        self.loss_times.backward.append(time.perf_counter() - start)  # with it, the engine starts in any case
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
         return {name: [gradient] for name, gradient in zip(names, found, strict=True) if gradient is not None}
 
@@ -118,13 +120,10 @@ class _LayeredSteps:
             summed = [sum_of_copies(found[0], len(found)) for _, found in received]
             return torch.autograd.grad([output for output, _ in received], wanted, summed, allow_unused=True)
 
-        found = self._timed(self.times[place], backward)
+        start = time.perf_counter()
+        found = backward()
+        seconds = time.perf_counter() - start - self.engine_start.seconds(len(wanted))
+        self.times[place].backward.append(max(0.0, seconds))
         for (name, _), gradient in zip(entering, found, strict=False):
             if gradient is not None:
                 gradients.setdefault(name, []).append(gradient)
-
-    def _timed(self, times: _Times, backward: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        start = time.perf_counter()
-        found = backward()
-        times.backward.append(max(0.0, time.perf_counter() - start - self.engine_start_s))
-        return found

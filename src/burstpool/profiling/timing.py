@@ -3,7 +3,7 @@
 Takes a `Work` (one forward, and what its backward computes). Returns medians and spreads. On the CPU each pass is
 timed by the wall clock; on CUDA passes are captured in graphs, many repeats to a graph, so that neither the
 interpreter nor a graph's launch is part of the result. The start of the autograd engine, which real training pays
-once a step and not once a layer, is measured on an empty graph and taken off.
+once a step and not once a layer, is measured on tiny layers and taken off.
 """
 
 import contextlib
@@ -20,6 +20,8 @@ import torch
 TARGET_S = 0.15
 """Time to spend on the repeats of one pass."""
 MIN_REPEATS, MAX_REPEATS = 3, 60
+_CHAIN = 8
+"""Layers of the chain on which the start of autograd's engine is measured."""
 _GRAPH_S = 1e-3
 """Work in one CUDA graph; its launch, about 10 µs, is then below 1%."""
 _MAX_COPIES = 100
@@ -102,7 +104,7 @@ class CpuStopwatch:
     """The wall clock."""
 
     def __init__(self) -> None:
-        self.engine_start_s = _engine_start_s()
+        self.engine_start = EngineStart()
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Nothing to prepare."""
@@ -121,7 +123,8 @@ class CpuStopwatch:
                 gradients = [torch.ones_like(output) for output in outputs]
                 start = time.perf_counter()
                 work.backward(outputs, gradients)
-                backward.append(max(0.0, time.perf_counter() - start - self.engine_start_s))
+                seconds = time.perf_counter() - start
+                backward.append(max(0.0, seconds - self.engine_start.seconds(len(work.wanted))))
 
         repeat(once)
         return Measured.of(forward[1:], backward[1:] or [0.0])  # the first pass warms up
@@ -260,17 +263,46 @@ def repeat(once: Callable[[], None], *, target_s: float = TARGET_S, most: int = 
             return
 
 
-def _engine_start_s() -> float:
-    """What `torch.autograd.grad` costs besides the gradients."""
-    leaf = torch.zeros(1, requires_grad=True)
-    gradient = torch.zeros(1)
-    times = []
-    for _ in range(200):
-        result = leaf.view_as(leaf)
+class EngineStart:
+    """What a backward of its own costs a layer over being part of a longer one.
+
+    Chains of tiny layers, without and with two parameters each, go back in one piece and layer by layer.
+    """
+
+    def __init__(self) -> None:
+        bare, with_two = _split_cost_s(num_parameters=0), _split_cost_s(num_parameters=2)
+        self._bare_s, self._parameter_s = bare, max(0.0, with_two - bare) / 2
+
+    def seconds(self, num_wanted: int) -> float:
+        """For a layer with so many gradients to compute, its input's included."""
+        return self._bare_s + self._parameter_s * max(0, num_wanted - 1)
+
+
+def _split_cost_s(*, num_parameters: int) -> float:
+    layers = [[torch.zeros(1, requires_grad=True) for _ in range(num_parameters)] for _ in range(_CHAIN)]
+    gradient, first = torch.zeros(1), torch.zeros(1, requires_grad=True)
+    everything = [first, *(tensor for layer in layers for tensor in layer)]
+
+    def forward(value: torch.Tensor, layer: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.addcmul(layer[1], value, layer[0]) if layer else value * 2.0
+
+    whole, split = [], []
+    for _ in range(100):
+        value = first
+        for layer in layers:
+            value = forward(value, layer)
         start = time.perf_counter()
-        torch.autograd.grad((result,), (leaf,), (gradient,), allow_unused=True)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        torch.autograd.grad((value,), everything, (gradient,), allow_unused=True)
+        whole.append(time.perf_counter() - start)
+        seconds = 0.0
+        for layer in layers:
+            leaf = torch.zeros(1, requires_grad=True)
+            result = forward(leaf, layer)
+            start = time.perf_counter()
+            torch.autograd.grad((result,), (leaf, *layer), (gradient,), allow_unused=True)
+            seconds += time.perf_counter() - start
+        split.append(seconds)
+    return max(0.0, (statistics.median(split) - statistics.median(whole)) / (_CHAIN - 1))
 
 
 def _spread(times: Sequence[float]) -> float:
