@@ -17,6 +17,7 @@ from burstpool.cli.plan import plan
 from burstpool.cli.profile import profile
 from burstpool.cli.report import report
 from burstpool.cli.simulate import simulate
+from burstpool.cli.train import train
 from burstpool.errors import BurstpoolError
 
 MISTAKE = 2
@@ -31,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (demo, profile, cluster, plan, simulate, report):
+for verb in (demo, profile, cluster, plan, simulate, train, report):
     app.command()(verb)
 
 

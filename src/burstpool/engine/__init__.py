@@ -1,0 +1,1 @@
+"""Engines: who starts the worker processes, watches them and ends them."""

@@ -1,0 +1,1 @@
+"""Running a schedule for real: one process a device, tensors over torch.distributed."""

@@ -1,0 +1,48 @@
+"""Export: a checkpoint's weights as one safetensors file with the user's own keys.
+
+Needs no workers and no job: `model.load_state_dict(safetensors.torch.load_file(path))` is all a user has to do.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from burstpool.run.checkpoint import CheckpointState
+
+
+def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The user's state dict, tied tensors under each of their names."""
+    state = CheckpointState.load(checkpoint / "state.json")
+    reader = FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    wanted = {}
+    for key in state.persistent:
+        info = stored[f"model.{key}"]
+        assert isinstance(info, TensorStorageMetadata)
+        wanted[f"model.{key}"] = torch.empty(info.size, dtype=info.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+        load(
+            wanted,
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
+    weights = {key: wanted[f"model.{key}"] for key in state.persistent}
+    return weights | {alias: weights[key].clone() for alias, key in state.aliases.items()}
+
+
+def export_weights(checkpoint: Path, path: Path) -> Path:
+    """Writes the file whole or not at all."""
+    from safetensors.torch import save_file
+
+    aside = path.with_name(f".{path.name}.part")
+    save_file(load_weights(checkpoint), aside)
+    aside.chmod(0o644)  # safetensors' 0600 would hide the file from the user's group
+    aside.replace(path)
+    return path

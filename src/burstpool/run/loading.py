@@ -1,0 +1,150 @@
+"""Loading: the samples that one device needs, as values of the graph and targets.
+
+A device loads what the blocks it runs take from the model's inputs and, where it runs the last block, the targets;
+nothing travels. Samples are `job.data[i]`, put together by torch's default collate function. Data that draws random
+numbers (augmentation) is seeded by (seed, epoch, index), so that a sample is the same on whatever device, plan or
+resumed run it is loaded.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from burstpool.job import Job, model_arguments
+from burstpool.model.graph import LayerGraph
+from burstpool.model.traced import TracedModel
+from burstpool.plan.plan import Plan
+from burstpool.run.order import DataOrder, Position
+from burstpool.run.seeds import mix
+
+_PROBED_SAMPLES = 3
+"""Samples that are loaded once to see whether loading draws random numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Consecutive samples of a minibatch."""
+
+    start: int
+    stop: int
+    """One past the last."""
+    values: Mapping[str, torch.Tensor]
+    """The model's inputs, by their names in the graph."""
+    target: Any
+    """What the loss compares the output with."""
+
+    def target_of(self, start: int, stop: int) -> Any:
+        """The targets of some of these samples."""
+        if (start, stop) == (self.start, self.stop):
+            return self.target
+        first, last = start - self.start, stop - self.start
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[first:last], self.target)
+
+
+def needed_ranges(plan: Plan, graph: LayerGraph, device: int) -> tuple[tuple[int, int], ...]:
+    """The samples of a minibatch that a device must load, in order, joined where they touch."""
+    inputs = {value.name for value in graph.inputs}
+    takes = {layer.name for layer in graph.layers if inputs & set(layer.inputs)}
+    loading = [block for block in plan.blocks if block is plan.blocks[-1] or takes & set(block.layers)]
+    shares = [(share.start, share.stop) for block in loading for share in block.shares if share.device == device]
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(shares):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+class Loader:
+    """Loads one step after the other, from any position on."""
+
+    def __init__(self, job: Job, traced: TracedModel, plan: Plan, *, device: int, on: torch.device) -> None:
+        self._job, self._traced, self._on = job, traced, on
+        self._ranges = needed_ranges(plan, traced.graph, device)
+        self._batch, self._num_minibatches = plan.batch, plan.num_minibatches
+        self._order = self._order_from(Position())
+        self._checked: set[int] = set()
+        self._seeded = bool(self._ranges) and _draws_random_numbers(job)
+
+    @property
+    def position(self) -> Position:
+        """Where the next step begins."""
+        return self._order.position
+
+    def start_at(self, position: Position) -> None:
+        """Goes on from a position of an earlier run."""
+        self._order = self._order_from(position)
+
+    def load(self) -> list[list[Loaded]]:
+        """The next step: for each minibatch, what this device needs of it."""
+        indices = self._order.take()
+        epoch = self._order.position.epoch
+        return [
+            [
+                self._load(indices[first + start : first + stop].tolist(), epoch, start, stop)
+                for start, stop in self._ranges
+            ]
+            for first in range(0, self._batch * self._num_minibatches, self._batch)
+        ]
+
+    def _load(self, indices: Sequence[int], epoch: int, start: int, stop: int) -> Loaded:
+        inputs, target = default_collate(list(self._samples(indices, epoch)))
+        values = self._values(inputs, stop - start)
+        return Loaded(start=start, stop=stop, values=self._moved(values), target=self._moved(target))
+
+    def _values(self, inputs: Any, num_samples: int) -> dict[str, torch.Tensor]:
+        """The model's inputs by name; structure and batch are checked once for each number of samples."""
+        names = self._traced.graph.inputs
+        if num_samples in self._checked and isinstance(inputs, torch.Tensor) and len(names) == 1:
+            return {names[0].name: inputs}
+        args, kwargs = model_arguments(inputs)
+        values = self._traced.input_values(*args, **kwargs)
+        self._checked.add(num_samples)
+        return values
+
+    def _samples(self, indices: Sequence[int], epoch: int) -> Iterable[Any]:
+        if not self._seeded:
+            return (self._job.data[index] for index in indices)
+        return (self._seeded_sample(index, mix(self._job.seed, "data", epoch, index)) for index in indices)
+
+    def _seeded_sample(self, index: int, seed: int) -> Any:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        return self._job.data[index]
+
+    def _moved(self, tree: Any) -> Any:
+        if self._on.type == "cpu":
+            return tree
+        # Pinned, so that the copy runs beside what the device computes.
+        return pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.pin_memory().to(self._on, non_blocking=True), tree
+        )
+
+    def _order_from(self, position: Position) -> DataOrder:
+        return DataOrder(
+            len(self._job.data),  # type: ignore[arg-type]
+            samples_per_step=self._batch * self._num_minibatches,
+            seed=self._job.seed,
+            position=position,
+        )
+
+
+def _draws_random_numbers(job: Job) -> bool:
+    """Whether loading a sample moves any of the global random streams."""
+    before = _random_state()
+    for index in range(min(_PROBED_SAMPLES, len(job.data))):  # type: ignore[arg-type]
+        job.data[index]
+    return _random_state() != before
+
+
+def _random_state() -> tuple[bytes, object, bytes, int]:
+    numpy_state: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy_state[1].tobytes(), numpy_state[2]

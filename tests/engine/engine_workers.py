@@ -1,0 +1,61 @@
+"""What test workers do. Apart from the tests, so that a worker process starts without importing torch."""
+
+import os
+import time
+from typing import Any
+
+from burstpool.engine.base import PeerError, Place, phrase
+
+
+def echo(place: Place, task: str) -> str:
+    place.report(f"hello from {place.rank}")
+    return f"{task} {place.rank} of {place.num_workers}"
+
+
+def large(place: Place, size: int) -> bytes:
+    return bytes(size)
+
+
+def fail_second(place: Place, task: Any) -> None:
+    place.doing.begin_step(3)
+    place.doing.say(phrase("thinking"))
+    if place.rank == 1:
+        raise ValueError("no\nluck")
+    time.sleep(600)
+
+
+def lose_peer(place: Place, task: Any) -> None:
+    """The first only loses the second, which dies a moment later."""
+    place.doing.say(phrase("waiting for the second" if place.rank == 0 else "about to die"))
+    if place.rank == 0:
+        raise PeerError("waited for rank 1: the connection was closed")
+    time.sleep(0.5)
+    os._exit(7)
+
+
+def hang_second(place: Place, task: Any) -> None:
+    place.doing.say(phrase("waiting" if place.rank == 0 else "hanging"))
+    if place.rank == 1:
+        time.sleep(600)
+    time.sleep(task)
+    raise PeerError("waited for rank 1: it did not come in time")
+
+
+def hang(place: Place, task: Any) -> None:
+    place.doing.say(phrase("hanging"))
+    time.sleep(600)
+
+
+def until_asked(place: Place, task: Any) -> str:
+    while not place.stop_asked():
+        time.sleep(0.01)
+        place.doing.begin_step(int(time.monotonic() * 100))
+    return "stopped"
+
+
+def ignore_signals(place: Place, task: Any) -> None:
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    place.report("deaf")
+    time.sleep(600)

@@ -1,0 +1,262 @@
+"""Every plan trains the same model as one process does: parameters after 50 steps, in 64 bits, within 1e-9.
+
+1e-9 is what sums in another order may grow to over 50 steps; a wrong gradient is off by 1e-3 after one.
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from run_cases import BatchNormCheck, Case, cut_evenly, double_job, make_plan, run_cases, train_alone
+from run_models import dropout_job, frozen_job, modules_job, pooled_job, positions_job, tied_job, two_headed_job
+
+from burstpool.engine.local import LocalEngine
+from burstpool.job import Job, load_job
+from burstpool.model.graph import LayerGraph
+from burstpool.plan.plan import Plan
+from burstpool.run.options import RunOptions
+from burstpool.run.setup import trace_job
+from burstpool.schedule.lower import lower
+
+NUM_WORKERS = 4
+TOLERANCE = 1e-9
+STEPS = 50
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny_vgg": {"width": 4},
+    "tiny_resnet": {"width": 4},
+    "tiny_inception": {"width": 2},
+    "tiny_lstm": {"width": 16},
+    "tiny_transformer": {"width": 8, "heads": 2},
+}
+SOME_SPLITS = {
+    "tiny_vgg": [(2, 12), (4, 17)],
+    "tiny_resnet": [(2, 17), (3, 16)],
+    "tiny_inception": [(2, 16), (3, 12)],
+    "tiny_lstm": [(4, 12), (4, 16)],
+    "tiny_transformer": [(2, 12), (3, 17)],
+}
+"""(devices, batch): all nine combinations, though not with every model."""
+ALL_SPLITS = {name: list(itertools.product((2, 3, 4), (12, 16, 17))) for name in MODELS}
+CHOSEN = ALL_SPLITS if os.environ.get("BURSTPOOL_FULL_MATRIX") else SOME_SPLITS  # all 45 take some minutes
+SPLITS = [(name, num_devices, batch) for name, splits in CHOSEN.items() for num_devices, batch in splits]
+TRANSITIONS = {"1-2-1": ([0], [1, 2], [3]), "1-4-2": ([2], [0, 1, 2, 3], [1, 3]), "2-4-1": ([3, 1], [0, 1, 2, 3], [0])}
+"""Devices of the first, second and last third of the layers."""
+WAYS = {
+    "tiny_vgg": "1-4-2",
+    "tiny_resnet": "2-4-1",
+    "tiny_inception": "1-2-1",
+    "tiny_lstm": "1-2-1",
+    "tiny_transformer": "1-4-2",
+}
+BATCH_NORMS = {
+    "images": BatchNormCheck(num_samples=(3, 1, 5), shape=(4, 3, 3)),
+    "vectors": BatchNormCheck(num_samples=(2, 2, 2, 1), shape=(6,)),
+    "plain": BatchNormCheck(num_samples=(4, 1), shape=(3, 5), affine=False, tracked=False),
+}
+
+
+class Cases:
+    """Collects cases and runs all of them in one set of processes."""
+
+    def __init__(self) -> None:
+        self.cases: dict[str, Case] = {}
+        self.reference: dict[str, str | dict[str, Any]] = {}
+        self.graphs: dict[str, LayerGraph] = {}
+        self.alone: dict[str, tuple[dict[str, torch.Tensor], list[float]]] = {}
+        self.checks = list(BATCH_NORMS.values())
+        self.outcomes: list[list[Any]] = []
+
+    def graph(self, name: str, job: Job) -> LayerGraph:
+        if name not in self.graphs:
+            fallback: Any = "modules" if name == "modules" else None
+            self.graphs[name] = trace_job(job, fallback=fallback).graph
+        return self.graphs[name]
+
+    def add(self, name: str, job: Job, plan: Plan, *, flow: Any = None, against: Any = None, **changes: Any) -> None:
+        schedule = lower(plan, flow or self.graphs[name.partition("/")[0]])
+        self.cases[name] = Case(name=name, job=job, plan=plan, schedule=schedule, **changes)
+        self.reference[name] = against or {}
+
+    def run(self) -> None:
+        tasks = [*self.cases.values(), *self.checks]
+        workers = LocalEngine().start(run_cases, tasks, num_workers=NUM_WORKERS, silence_s=60)
+        try:
+            while (results := workers.results()) is None:
+                workers.poll(1.0)
+        finally:
+            workers.terminate()
+        self.outcomes = results
+
+    def states(self, name: str) -> list[dict[str, torch.Tensor]]:
+        place = list(self.cases).index(name)
+        return [outcomes[place].state for outcomes in self.outcomes]
+
+    def losses(self, name: str) -> list[float]:
+        place = list(self.cases).index(name)
+        steps = zip(*(outcomes[place].losses for outcomes in self.outcomes), strict=True)
+        return [sum(loss for loss in parts if loss is not None) for parts in steps]
+
+
+@pytest.fixture(scope="module")
+def cases() -> Cases:
+    found = Cases()
+    for name, num_devices, batch in SPLITS:
+        job = double_job(f"zoo:{name}", **MODELS[name])
+        graph = found.graph(name, job)
+        groups = [(start, range(num_devices)) for start in cut_evenly(graph, 3)]
+        plan = make_plan(graph, groups, num_devices=NUM_WORKERS, batch=batch)
+        found.add(f"{name}/{num_devices}x{batch}", job, plan)
+    for name, way in WAYS.items():
+        job = double_job(f"zoo:{name}", **MODELS[name])
+        graph = found.graph(name, job)
+        groups = list(zip(cut_evenly(graph, 3), TRANSITIONS[way], strict=False))
+        found.add(f"{name}/{way}", job, make_plan(graph, groups, num_devices=NUM_WORKERS, batch=13))
+    _add_special(found)
+    found.run()
+    return found
+
+
+def _add_special(found: Cases) -> None:
+    def add(name: str, job: Job, groups: Sequence[tuple[int, Sequence[int]]], **changes: Any) -> None:
+        graph = found.graph(name.partition("/")[0], job)
+        num_minibatches = changes.pop("num_minibatches", 1)
+        batch = changes.pop("batch", 8)
+        plan = make_plan(graph, groups, num_devices=NUM_WORKERS, batch=batch, num_minibatches=num_minibatches)
+        found.add(name, job, plan, against={"num_minibatches": num_minibatches}, steps=20, **changes)
+
+    vgg = double_job("zoo:tiny_vgg", width=4)
+    add("tiny_vgg/accumulated", vgg, [(0, [0, 1]), (5, [0, 1])], num_minibatches=3, batch=7)
+    add("tiny_vgg/pipelined", vgg, [(0, [0]), (3, [1]), (6, [2, 3])], num_minibatches=4, batch=5)
+    add("tiny_vgg/clipped", vgg, [(0, [0, 1]), (3, [2]), (6, [1, 3])], options=RunOptions(clip_norm=0.5, timeout_s=60))
+    add("tiny_vgg/few samples", vgg, [(0, [0, 1, 2, 3]), (5, [3, 2, 1, 0])], batch=2)
+    add("tiny_vgg/autocast", load_job("zoo:tiny_vgg", {"width": 4}), [(0, [0, 1]), (3, [2]), (6, [1, 3])],
+        options=RunOptions(autocast="bf16", timeout_s=60))  # fmt: skip
+    add("pooled/clipped", pooled_job(), [(0, [0, 1]), (1, [2, 3])], options=RunOptions(clip_norm=0.1, timeout_s=60))
+    add("pooled/fp16", pooled_job(), [(0, [0, 1]), (1, [2, 3])], options=RunOptions(autocast="fp16", timeout_s=60))
+    add("modules/split", modules_job(), [(0, [0, 1]), (1, [2, 1])],
+        options=RunOptions(fallback="modules", timeout_s=60))  # fmt: skip
+    add("positions/two blocks", positions_job(), [(0, [0, 1]), (2, [0, 1])])
+    add("two heads/apart", two_headed_job(), [(0, [0, 1]), (2, [2]), (3, [1, 3])])
+    apart = found.cases["two heads/apart"]
+    body, early, late = apart.plan.blocks
+    split = [dataclasses.replace(late, name=name, layers=(name,)) for name in late.layers]
+    reordered = dataclasses.replace(apart.plan, blocks=(body, split[0], early, split[1]))
+    found.add("two heads/reordered", apart.job, reordered, against={"num_minibatches": 1}, steps=20)
+    add("frozen/split", frozen_job(), [(0, [0, 1]), (2, [1, 2])])
+    add("tied/together", tied_job(), [(0, [0, 1]), (1, [0, 1]), (2, [0, 1])])
+    dropouts = dropout_job()
+    for name, groups in {
+        "one": [(0, [0])],
+        "data": [(0, [0, 1, 2])],
+        "burst": [(0, [1]), (1, [0, 1, 2, 3]), (2, [2, 3])],
+    }.items():
+        add(f"dropout/{name}", dropouts, groups, batch=9)
+    found.reference["dropout/data"] = found.reference["dropout/burst"] = "dropout/one"
+    job = double_job("zoo:tiny_transformer", width=8, heads=2, dropout=0.2)
+    add("attention dropout/one", job, [(0, [3])], batch=6)
+    add("attention dropout/data", job, [(0, [0, 1, 2, 3])], batch=6)
+    found.reference["attention dropout/data"] = "attention dropout/one"
+    _add_tied_apart(found)
+
+
+def _add_tied_apart(found: Cases) -> None:
+    """Tied parameters on different devices, which lowering does not offer yet but the executor can run."""
+    job = tied_job()
+    graph = found.graph("tied", job)
+    plan = make_plan(graph, [(0, [0, 1]), (1, [2]), (2, [1, 3])], num_devices=NUM_WORKERS, batch=8)
+    renamed = dataclasses.replace(graph.layers[-1], parameters={"head.own": 1})
+    untied = dataclasses.replace(graph, layers=(*graph.layers[:-1], renamed))
+    found.add("tied/apart", job, plan, flow=untied, steps=20)
+
+
+def _against(cases: Cases, name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The state and the losses that the case must come to."""
+    against = cases.reference[name]
+    if isinstance(against, str):
+        (whole,) = [state for state in cases.states(against) if len(state) == max(map(len, cases.states(against)))]
+        return whole, cases.losses(against)
+    case = cases.cases[name]
+    key = f"{name.partition('/')[0]} {case.plan.batch} {case.steps} {against} {case.options.clip_norm}"
+    if key not in cases.alone:
+        cases.alone[key] = train_alone(
+            case.job, batch=case.plan.batch, steps=case.steps, clip_norm=case.options.clip_norm, **against
+        )
+    return cases.alone[key]
+
+
+def _check(cases: Cases, name: str) -> None:
+    state, losses = _against(cases, name)
+    held = set()
+    for own in cases.states(name):
+        for key, tensor in own.items():
+            held.add(key)
+            torch.testing.assert_close(tensor, state[key], rtol=0, atol=TOLERANCE, msg=lambda m, k=key: f"{k}: {m}")
+    model = cases.cases[name].job.build_model()
+    assert held >= {key for key, _ in model.named_parameters()} - {"embed.weight"}  # which is head.weight
+    torch.testing.assert_close(cases.losses(name), losses, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [f"{name}/{n}x{batch}" for name, n, batch in SPLITS])
+def test_data_parallelism_trains_the_same_model_as_one_process(cases: Cases, name: str) -> None:
+    _check(cases, name)
+
+
+@pytest.mark.parametrize("name", [f"{name}/{way}" for name, way in WAYS.items()])
+def test_blocks_on_different_devices_train_the_same_model_as_one_process(cases: Cases, name: str) -> None:
+    _check(cases, name)
+
+
+@pytest.mark.parametrize("way", ["accumulated", "pipelined", "clipped", "few samples"])
+def test_minibatches_clipping_and_idle_devices_change_nothing(cases: Cases, way: str) -> None:
+    _check(cases, f"tiny_vgg/{way}")
+    _check(cases, "pooled/clipped")  # devices without parameters
+
+
+@pytest.mark.parametrize("way", ["together", "apart"])
+def test_tied_parameters_stay_tied_wherever_their_blocks_run(cases: Cases, way: str) -> None:
+    _check(cases, f"tied/{way}")
+    weights = [state["head.weight"] for state in cases.states(f"tied/{way}") if "head.weight" in state]
+    assert len(weights) > 1
+    assert all(torch.equal(weights[0], weight) for weight in weights[1:])
+
+
+@pytest.mark.parametrize("name", ["positions/two blocks", "two heads/apart", "two heads/reordered", "frozen/split"])
+def test_values_without_samples_early_outputs_and_frozen_parameters_work(cases: Cases, name: str) -> None:
+    _check(cases, name)
+
+
+@pytest.mark.parametrize("name", ["dropout/data", "dropout/burst", "attention dropout/data"])
+def test_dropout_masks_do_not_depend_on_the_plan(cases: Cases, name: str) -> None:
+    _check(cases, name)
+
+
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norm_over_devices_is_batch_norm_over_all_samples(cases: Cases, name: str) -> None:
+    place = len(cases.cases) + list(BATCH_NORMS).index(name)
+    assert max(outcomes[place] for outcomes in cases.outcomes) < 1e-12
+
+
+def test_autocast_and_whole_modules_train(cases: Cases) -> None:
+    for name in ("tiny_vgg/autocast", "modules/split", "pooled/fp16"):
+        losses = cases.losses(name)
+        assert sum(losses[-5:]) < sum(losses[:5])
+    _check(cases, "modules/split")
+
+
+def test_a_device_keeps_only_the_parameters_of_its_blocks(cases: Cases) -> None:
+    first, second, third, fourth = (set(state) for state in cases.states("tiny_vgg/pipelined"))
+    assert first == {"features.0.weight", "features.0.bias", "features.2.weight", "features.2.bias"}
+    assert second == {"features.5.weight", "features.5.bias", "features.7.weight", "features.7.bias"}
+    assert third == fourth == {f"classifier.{i}.{name}" for i in (0, 3) for name in ("weight", "bias")}
+
+
+def test_copies_of_a_block_are_bit_equal_on_all_its_devices(cases: Cases) -> None:
+    first, *others = (state for state in cases.states("tiny_resnet/3x16") if state)
+    assert len(others) == 2
+    for other in others:
+        assert all(torch.equal(tensor, other[key]) for key, tensor in first.items())

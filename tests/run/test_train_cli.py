@@ -1,0 +1,96 @@
+"""`burstpool train` and torchrun, as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from run_cases import train_alone
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from burstpool.cli.train import train
+from burstpool.errors import BurstpoolError
+from burstpool.job import load_job
+from burstpool.run.folder import read_losses
+
+app = typer.Typer()
+app.command()(train)
+
+JOB = """
+import torch
+from torch import nn
+from burstpool import Job
+from burstpool.data import digits
+
+def job(lr: float = 0.05) -> Job:
+    return Job(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), loss=nn.functional.cross_entropy,
+               data=digits(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr), batch=12)
+"""
+
+
+def _call(*words: str) -> str:
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> str:
+    (tmp_path / "linear.py").write_text(JOB)
+    return str(tmp_path / "linear.py")
+
+
+def test_train_writes_a_run_folder_and_says_what_came_of_it(
+    job_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--devices", "1", "--no-measure", "--batch", "16", "--set", "lr=0.1", "--json")
+    short = json.loads(_call(job_file, "--steps", "12", *words))
+    assert short["steps"] == 12
+    assert short["num_devices"] == 1
+    assert short["strategy"] == "data"
+    folder = tmp_path / short["run_folder"]
+    assert folder.parent == tmp_path / "runs"
+    assert json.loads((folder / "run.json").read_text())["settings"] == {"lr": 0.1}
+    assert json.loads((folder / "plan.json").read_text())["batch"] == 16
+    longer = json.loads(_call(job_file, "--resume", str(folder), "--set", "lr=0.1", "--steps", "20", "--json"))
+    assert longer["steps"] == 20
+    assert [loss.step for loss in read_losses(folder / "losses.jsonl")] == list(range(20))
+
+
+def test_torchrun_trains_the_same_model(job_file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ("--devices", "2", "--no-measure", "--steps", "15", "--timeout", "60")
+    command = _call(job_file, *words, "--run-folder", str(folder), "--prepare")
+    assert command.split() == f"torchrun --nproc-per-node 2 -m burstpool.run.worker {folder}".split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()[1:]]
+    subprocess.run(torchrun, check=True, timeout=120, capture_output=True)
+    expected, losses = train_alone(load_job(job_file), batch=12, steps=15)
+    for key, tensor in load_file(folder / "weights.safetensors").items():
+        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-6)  # 32-bit sums in another order
+    assert [x.loss for x in read_losses(folder / "losses.jsonl")] == pytest.approx(losses, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("zoo:tiny_mlp",), "say on which devices"),
+        (("zoo:tiny_mlp", "--devices", "2", "--plan", "plan.json"), "either --plan or --devices"),
+        (("zoo:tiny_mlp", "--devices", "2", "--autocast", "fp8"), "--autocast: Input should be 'bf16' or 'fp16'"),
+        (
+            ("zoo:tiny_mlp", "--devices", "2", "--batch-norm", "none"),
+            "--batch-norm: Input should be 'exact' or 'local'",
+        ),
+        (("zoo:tiny_mlp", "--resume", "nowhere"), "cannot read nowhere/plan.json"),
+        (("zoo:tiny_mlp", "--devices", "2", "--no-measure", "--batch", "5000"), "pass a smaller batch"),
+    ],
+)
+def test_mistakes_say_what_to_do(words: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BurstpoolError, match=message):
+        CliRunner().invoke(app, words, catch_exceptions=False)
