@@ -1,5 +1,5 @@
 # Two commands bring everything up on a machine that has Python 3.11 and make: `make demo` and `make test`.
-PYTHON ?= python3
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready

@@ -71,7 +71,7 @@ def test_a_file_cut_short_anywhere_is_refused() -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="cannot read .*none.json: No such file"):
+    with pytest.raises(ArtifactError, match=r"cannot read .*none.json: No such file"):
         Thing.load(tmp_path / "none.json")
 
 
@@ -83,7 +83,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ArtifactError, match="cannot write .*No space left"):
+    with pytest.raises(ArtifactError, match=r"cannot write .*No space left"):
         write_whole(path, "half of")
     assert path.read_text() == before
     assert os.listdir(tmp_path) == ["thing.json"]

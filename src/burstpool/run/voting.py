@@ -36,7 +36,7 @@ class Vote:
             dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._control)
         stop, interval = message.tolist()
         self._last_step, self._next_step, self._since = step, step + interval, time.monotonic()
-        return stop < 0
+        return bool(stop < 0)
 
     def _interval(self, step: int) -> int:
         step_time_s = (time.monotonic() - self._since) / max(step - self._last_step, 1)
