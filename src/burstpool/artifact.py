@@ -6,7 +6,6 @@ Takes and returns plain dataclasses; knows nothing of what they mean.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import tempfile
@@ -120,7 +119,12 @@ def first_line(error: pydantic.ValidationError) -> str:
     return f"{where}: {message}{more}" if where else f"{message}{more}"
 
 
-@functools.cache
+_ADAPTERS: dict[type[Any], pydantic.TypeAdapter[Any]] = {}
+
+
 def _adapter(cls: type[Any]) -> pydantic.TypeAdapter[Any]:
+    """Reads and writes a class; made once, since making one takes milliseconds."""
     assert dataclasses.is_dataclass(cls)
-    return pydantic.TypeAdapter(cls)
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = pydantic.TypeAdapter(cls)
+    return _ADAPTERS[cls]
