@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from emulated_graphs import emulate
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
@@ -63,6 +64,8 @@ class Case:
     schedule: Schedule
     options: RunOptions = field(default_factory=partial(RunOptions, timeout_s=60))
     steps: int = 50
+    captured: bool = False
+    """Whether steps are captured and replayed, in an emulation of CUDA graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,7 @@ class Outcome:
 
     state: dict[str, torch.Tensor]
     losses: list[float | None]
+    is_captured: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +140,17 @@ def _run_case(place: Place, case: Case, traces: dict[str, TracedModel]) -> Outco
     traced.model = case.job.build_model().train()
     seat = Seat(device=place.rank, on=torch.device("cpu"), backend="gloo", control=dist.group.WORLD, doing=place.doing)
     executor, loader = set_up(case.job, case.plan, case.schedule, case.options, seat, traced=traced)
-    losses = [executor.run(step, loader.load()) for step in range(case.steps)]
+    if case.captured:
+        emulate(executor)
+    losses = []
+    for step in range(case.steps):
+        loss = executor.run(step, loader.load())
+        losses.append(None if loss is None else loss.item())
     executor.links.flush()
     model, keys = executor.part.traced.model, executor.part.holdings.of(place.rank)
     state = {key: tensor.detach().clone() for key, tensor in state_tensors(model, keys).items()}
     executor.part.groups.close()
-    return Outcome(state=state, losses=[None if x is None else x.item() for x in losses])
+    return Outcome(state=state, losses=losses, is_captured=executor.is_captured)
 
 
 def train_alone(

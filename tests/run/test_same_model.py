@@ -136,6 +136,13 @@ def _add_special(found: Cases) -> None:
     add("tiny_vgg/few samples", vgg, [(0, [0, 1, 2, 3]), (5, [3, 2, 1, 0])], batch=2)
     add("tiny_vgg/autocast", load_job("zoo:tiny_vgg", {"width": 4}), [(0, [0, 1]), (3, [2]), (6, [1, 3])],
         options=RunOptions(autocast="bf16", timeout_s=60))  # fmt: skip
+    for name, groups, changes in (
+        ("whole", [(0, [0])], {}),
+        ("data", [(0, [0, 1]), (3, [0, 1]), (6, [0, 1]), (7, [0, 1])], {}),
+        ("burst", [(0, [0]), (3, [0, 1]), (6, [1, 3])], {}),
+        ("pipelined", [(0, [0]), (3, [1]), (6, [2, 3])], {"num_minibatches": 3}),
+    ):
+        add(f"tiny_vgg/captured {name}", vgg, groups, captured=True, **changes)
     add("pooled/clipped", pooled_job(), [(0, [0, 1]), (1, [2, 3])], options=RunOptions(clip_norm=0.1, timeout_s=60))
     add("pooled/fp16", pooled_job(), [(0, [0, 1]), (1, [2, 3])], options=RunOptions(autocast="fp16", timeout_s=60))
     add("modules/split", modules_job(), [(0, [0, 1]), (1, [2, 1])],
@@ -215,6 +222,15 @@ def test_blocks_on_different_devices_train_the_same_model_as_one_process(cases: 
 def test_minibatches_clipping_and_idle_devices_change_nothing(cases: Cases, way: str) -> None:
     _check(cases, f"tiny_vgg/{way}")
     _check(cases, "pooled/clipped")  # devices without parameters
+
+
+@pytest.mark.parametrize("way", ["whole", "data", "burst", "pipelined"])
+def test_captured_steps_train_the_same_model(cases: Cases, way: str) -> None:
+    name = f"tiny_vgg/captured {way}"
+    _check(cases, name)
+    place = list(cases.cases).index(name)
+    working = cases.cases[name].plan.devices
+    assert all(outcomes[place].is_captured for device, outcomes in enumerate(cases.outcomes) if device in working)
 
 
 @pytest.mark.parametrize("way", ["together", "apart"])

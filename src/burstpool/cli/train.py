@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,7 @@ def train(
     devices: Annotated[int | None, typer.Option(help="Data parallelism on so many devices.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="The step at which training ends.", min=1)] = 100,
     batch: Annotated[int | None, typer.Option(help="Samples a step over all devices; the job's if left out.")] = None,
+    minibatches: Annotated[int, typer.Option(help="With --devices: minibatches a step; gradients add up.", min=1)] = 1,
     resume: Annotated[Path | None, typer.Option(help="A run folder to go on with.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A hyper-parameter: name=value.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -74,6 +76,10 @@ def train(
     given = parse_settings(settings or [])
     job = load_job(source, given)
     found, inputs = _plan(job, plan, devices, resume, batch, options, measure=measure)
+    if minibatches > 1 and plan is not None:
+        raise RunError("--minibatches goes with --devices; a plan file says how many minibatches a step has")
+    if minibatches > 1:
+        found = replace(found, num_minibatches=minibatches, step_time_s=None, device_seconds=None)
     common: dict[str, Any] = {
         "steps": steps,
         "run_folder": run_folder,
