@@ -231,3 +231,14 @@ def test_an_unwritable_cache_loses_no_measurement(
     monkeypatch.setenv("BURSTPOOL_CACHE", "/proc/nowhere")
     assert burstpool.profile(traced, batches=[2]).batches == (2,)
     assert "not kept for another time" in caplog.text
+
+
+def test_an_interruption_keeps_the_batches_that_were_finished(traced: burstpool.TracedModel) -> None:
+    def interrupt(done: int, total: int, what: str) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        burstpool.profile(traced, batches=[2, 4], progress=interrupt)
+    (file,) = cache.folder().iterdir()
+    assert Profile.load(file).batches == (4,)

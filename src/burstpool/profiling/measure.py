@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -88,10 +88,10 @@ def profile(
     known = cache.read(path) if use_cache else None
     missing = [batch for batch in wanted if known is None or batch not in known.batches]
     if missing:
-        measured = measurement.run(missing, progress or (lambda done, total, what: None))
-        known = measured if known is None else cache.merged(known, measured)
-        if use_cache:
-            cache.write(path, known)
+        for part in measurement.run(missing, progress or (lambda done, total, what: None)):
+            known = part if known is None else cache.merged(known, part)
+            if use_cache:
+                cache.write(path, known)  # after each batch: what is measured outlives an interruption
     assert known is not None
     return cache.selected(known, wanted)
 
@@ -119,8 +119,8 @@ class _Measurement:
         layers = [f"{block.layers[0].name}: {block.signature()}" for block in self.blocks]
         return [*options, str(self.session.traced.graph.training), *versions, *layers]
 
-    def run(self, batches: Sequence[int], progress: Progress) -> Profile:
-        """The largest batch first, so that running out of memory shows at once."""
+    def run(self, batches: Sequence[int], progress: Progress) -> Iterator[Profile]:
+        """A profile of each batch, the largest first, so that running out of memory shows at once."""
         self.session.traced.model.to(self.session.device)
         steps = len(batches) * (len(self.blocks) + 1)
         done = 0
@@ -130,14 +130,13 @@ class _Measurement:
             progress(done, steps, what)
             done += 1
 
-        results = {}
         with num_threads(self.threads), self.session.model_left_as_it_was():
             watch = stopwatch(self.session.device)
             for batch in sorted(batches, reverse=True):
                 with watch.context():
-                    results[batch] = self._checked(batch, functools.partial(self._batch, batch, watch, report))
+                    result = self._checked(batch, functools.partial(self._batch, batch, watch, report))
+                yield self._profile({batch: result})
         progress(steps, steps, "done")
-        return self._profile(results)
 
     def _batch(self, batch: int, watch: Stopwatch, report: Callable[[str], None]) -> _BatchResult:
         if isinstance(watch, CpuStopwatch) and self._fits_whole(batch):
