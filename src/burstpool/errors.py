@@ -9,6 +9,7 @@
     ├─ FusionError            models, hyper-parameters or calls that cannot be fused; names the member
     ├─ JobError               a job file, a zoo name or a hyper-parameter that cannot be used
     ├─ RunError               a training run that failed; names the rank, the action and the user's line
+    ├─ ShareError             a slowdown budget or a background job that cannot be used
     └─ TraceError             a model that cannot be split into layers; names the user's line
 
 The command line prints the line and ends with exit status 2. Anything else that is raised is a defect
@@ -50,6 +51,10 @@ class JobError(BurstpoolError):
 
 class RunError(BurstpoolError):
     """A training run that failed."""
+
+
+class ShareError(BurstpoolError):
+    """Sharing that cannot be done as asked."""
 
 
 class TraceError(BurstpoolError):

@@ -1,0 +1,319 @@
+"""The controller: how much background work may run beside the next step of the foreground.
+
+Takes, after each step, how long it took and how much background work ran in it, in seconds of the background's own time
+alone: beside the foreground's compute (*overlapped*), and while it had nothing to compute (*in gaps*). Returns what the
+next step allows. Pure: no clock, no randomness, no torch; the same object drives a GPU, a CPU process and a simulation.
+
+    aim      = slowdown - what the base is not known by         the mean to hold, over all steps
+    extra_s  = (aim - 1) · alone_s - debt_s / 20                feed forward, and feedback on what was spent too much
+    extra_s ≤ (tail limit - own p95) · alone_s                  so that a step rarely passes slowdown + tail
+    in gaps  = min(known gaps, extra_s / gap cost)              the cheapest place first
+    overlap  = (extra_s - in gaps · gap cost) / overlap cost
+
+A cost is what a second of background work adds to the foreground, measured. The base is the median of *alone* steps,
+with no background at all: some at first, then one in about 25, at uneven distances so that they cannot fall in step
+with a period of the foreground. They cost nothing: the others may spend what an alone step leaves. When steps are not
+what the costs predict, three alone steps in a row tell whether the foreground has changed or the interference has.
+
+Ignores: what kind of work the background does at which moment; that is averaged over a step.
+"""
+
+import enum
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from burstpool.errors import ShareError
+from burstpool.share.base_time import BaseTime
+
+_FEEDBACK_STEPS = 20
+"""Over how many steps a debt is paid back: few enough to hold a mean over a second, many enough not to follow noise."""
+_MOST_DEBT = 30
+"""Steps that may be owed: one that hangs for a minute by itself is not held against the background for ever."""
+_CATCH_UP = 1.25
+"""How much more than an even share a step may spend to catch up: spread evenly, never in bursts."""
+_GROWTH = 1.5
+"""How much more work than before the next step may get: costs are known only for what was tried."""
+_MEMORY = 0.95
+"""What a cost keeps of what it knew a step ago."""
+_LEAST_COST, _MOST_COST = 0.02, 50.0
+"""Costs beyond are taken for these: work is bounded even where it seems free, and never ruled out for good."""
+_RARELY = 0.025
+"""Share of the steps that may pass the tail limit; below the 5% that a p95 allows."""
+_TAIL_STEP = 0.3
+"""How far one step over the limit takes the work back."""
+_SPACING = (23, 29, 19, 31)
+"""Steps between alone steps: primes, so that no period of the foreground hides from them."""
+_SURPRISES = 4
+"""Steps in a row that are not what the costs predict until the base is looked at again."""
+_CONFIRMING = 3
+"""Alone steps in a row that decide whether the foreground has changed."""
+
+
+class Moment(enum.Enum):
+    """What the foreground is doing on a device."""
+
+    COMPUTING = "computing"
+    WAITING = "waiting"
+    """For a message, or with nothing to do until the next action."""
+    REDUCING = "reducing"
+    """Waiting for an all-reduce that nothing hides: whatever slows that down slows down the step."""
+    IDLE = "idle"
+    """Between steps: it loads data, writes a checkpoint, or has not begun."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What the foreground is promised."""
+
+    slowdown: float = 1.10
+    """Mean step over the mean step alone, at most."""
+    tail: float = 0.05
+    """The p95 step may be this much over the slowdown, or over the foreground's own p95 where that is more."""
+    alone_first: int = 8
+    """Steps without background at the beginning."""
+    harmless_in_reduce: bool = False
+    """Whether background work is known not to slow down an exposed all-reduce."""
+
+    def __post_init__(self) -> None:
+        if not 1 < self.slowdown < math.inf:
+            raise ShareError(f"slowdown={self.slowdown} must be more than 1, e.g. 1.10 for steps 10% longer than alone")
+        if not 0 < self.tail < math.inf:
+            raise ShareError(f"tail={self.tail} must be more than 0")
+        if self.alone_first < 3:
+            raise ShareError(f"alone_first={self.alone_first} must be at least 3, to know the step alone")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A time in every step in which the device has nothing to compute, known from the schedule."""
+
+    length_s: float
+    reduces: bool = False
+    """Whether an exposed all-reduce is what it waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTaken:
+    """One step of the foreground, and the background work in it."""
+
+    time_s: float
+    overlapped_s: float = 0.0
+    """Background work beside the foreground's compute, by the background's own time alone."""
+    in_gaps_s: float = 0.0
+    """Background work while the foreground waited or idled within the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What the next step allows, in seconds of background work."""
+
+    alone: bool
+    """Nothing at all in this step: it measures the base."""
+    overlapped_s: float
+    """Beside compute."""
+    gaps_s: tuple[float, ...]
+    """In each known gap."""
+    waiting_s: float
+    """In all waiting of the step together, known gaps included; infinite while it costs nothing."""
+    reducing_s: float
+    """The same for exposed all-reduces."""
+
+    def during(self, moment: Moment, *, used_s: float = 0.0) -> float:
+        """Seconds that may still be started at such a moment; `used_s` were already, in this step, at such moments."""
+        match moment:
+            case Moment.COMPUTING:
+                return max(self.overlapped_s - used_s, 0.0)
+            case Moment.WAITING:
+                return max(self.waiting_s - used_s, 0.0)
+            case Moment.REDUCING:
+                return max(self.reducing_s - used_s, 0.0)
+            case Moment.IDLE:
+                return 0.0 if self.alone else math.inf
+            case Moment.ENDED:
+                return math.inf
+
+
+class Slices:
+    """Turns allowed seconds into whole slices, the rest carried over, so that a small allowance is not lost."""
+
+    def __init__(self) -> None:
+        self._credit_s = 0.0
+
+    def take(self, allowed_s: float, slice_s: float) -> int:
+        """How many slices of this length may start; never saves up more than one."""
+        if not 0 < slice_s < math.inf:
+            raise ShareError(f"slice_s={slice_s} must be more than 0")
+        credit_s = self._credit_s + allowed_s
+        count = int(credit_s / slice_s)
+        self._credit_s = min(credit_s - count * slice_s, slice_s)
+        return count
+
+
+class Cost:
+    """What a second of background work adds to the foreground: a ratio of sums that forgets."""
+
+    def __init__(self, guess: float, work: float) -> None:
+        self._added, self._work = 3 * guess * work, 3 * work  # a guess counts as three steps
+
+    @property
+    def value(self) -> float:
+        """Seconds a second."""
+        return max(self._added / self._work, _LEAST_COST)
+
+    def learn(self, added: float, work: float) -> None:
+        """From one step."""
+        self._work = _MEMORY * self._work + work
+        # Bounded, so that some noisy steps with hardly any work do not hide for long what work costs.
+        self._added = min(max(_MEMORY * self._added + added, -0.5 * self._work), _MOST_COST * self._work)
+
+    def doubt(self) -> None:
+        """The next steps count for most."""
+        self._added, self._work = 0.2 * self._added, 0.2 * self._work
+
+
+class Controller:
+    """Holds a budget, step after step. Not thread-safe; a call takes some tens of microseconds."""
+
+    def __init__(self, budget: Budget, *, gaps: Sequence[Gap] = ()) -> None:
+        self.budget, self.gaps = budget, tuple(gaps)
+        self.base = BaseTime(enough=budget.alone_first)
+        room = max(budget.slowdown - 1, 0.01)
+        self.overlap_cost, self.gap_cost = Cost(1.0, room), Cost(0.05, room)
+        self.scale = 1.0
+        """Share of the work that the tail allows."""
+        self.debt_s = 0.0
+        """What all steps together took more than the budget."""
+        self._alone_left = budget.alone_first
+        self._gaps_only_left = _CONFIRMING if gaps else 0
+        self._spacing = cycle(_SPACING)
+        self._until_alone = next(self._spacing)
+        self._residuals: deque[float] = deque(maxlen=_SURPRISES)
+        self._usual_residual = 0.02
+        self._patience, self._calm = 10, 0
+        self._last_work = room
+        self.allowance = self._decide()
+
+    @property
+    def alone_s(self) -> float | None:
+        """The step without background; None before the first."""
+        return self.base.median_s if self.base.num_samples else None
+
+    def observe(self, step: StepTaken) -> Allowance:
+        """Takes what a step was; returns what the next one allows."""
+        if not 0 < step.time_s < math.inf or not (step.overlapped_s >= 0 and step.in_gaps_s >= 0):
+            raise ShareError(f"{step} is no step: its time must be more than 0, its work 0 or more")
+        if step.overlapped_s == 0 and step.in_gaps_s == 0:
+            self._take_alone(step.time_s)
+        elif self.base.num_samples:
+            self._take_shared(step)
+        self.allowance = self._decide()
+        return self.allowance
+
+    def _take_alone(self, time_s: float) -> None:
+        """A step without background is a sample of the base, and leaves its share of the budget to the others."""
+        self._alone_left = max(self._alone_left - 1, 0)
+        if self.base.add(time_s):
+            self._forget()
+        elif self.base.is_odd(time_s) and self._alone_left == 0 and self._calm >= self._patience:
+            self._look_again()
+        self._until_alone = next(self._spacing)
+        self._owe((1 - self._aim()) * self.base.median_s)
+
+    def _take_shared(self, step: StepTaken) -> None:
+        alone_s = self.base.median_s
+        ratio = step.time_s / alone_s
+        overlapped, in_gaps = step.overlapped_s / alone_s, step.in_gaps_s / alone_s
+        self._owe(step.time_s - self._aim() * self.base.mean_s)
+        self._follow_tail(ratio)
+        predicted = 1 + self.overlap_cost.value * overlapped + self.gap_cost.value * in_gaps
+        self._watch(ratio - predicted)
+        added = min(max(ratio - 1, -0.5), 1.0)  # one hiccup says little of the cost; the debt counts it in full
+        if overlapped > 0:
+            self.overlap_cost.learn(added - self.gap_cost.value * in_gaps, overlapped)
+            self._last_work = max(overlapped, 0.1 * (self.budget.slowdown - 1))
+        else:
+            self.gap_cost.learn(added, in_gaps)
+            self._gaps_only_left = max(self._gaps_only_left - 1, 0)
+        self._until_alone -= 1
+
+    def _aim(self) -> float:
+        """The mean to hold: the budget, less what the base may be wrong by."""
+        return max(self.budget.slowdown - 1.5 * self.base.error, 1 + 0.2 * (self.budget.slowdown - 1))
+
+    def _owe(self, more_s: float) -> None:
+        alone_s = self.base.median_s
+        self.debt_s += min(more_s, _MOST_DEBT * alone_s)
+        self.debt_s = min(
+            max(self.debt_s, -_FEEDBACK_STEPS * (self.budget.slowdown - 1) * alone_s), _MOST_DEBT * alone_s
+        )
+
+    def _tail_limit(self) -> float:
+        """Over the median alone; careful where the foreground's own p95, or the median, is not known well."""
+        own = self.base.own_p95 - self.base.p95_error
+        return max(self.budget.slowdown, own) + self.budget.tail - self.base.error
+
+    def _follow_tail(self, ratio: float) -> None:
+        """Finds, by small steps, the share of work with which as few steps pass the limit as may."""
+        limit = self._tail_limit()
+        rarely = max(_RARELY, 1.5 * self.base.share_above(limit))  # what it does alone is not the background's fault
+        change = -_TAIL_STEP * (1 - rarely) if ratio > limit else _TAIL_STEP * rarely
+        self.scale = min(max(self.scale * math.exp(change), 0.01), 1.0)
+
+    def _watch(self, residual: float) -> None:
+        """Notices steps that the costs do not explain, and has the base measured again."""
+        self._residuals.append(residual)
+        self._calm += 1
+        usual = max(0.04, 2.5 * self.base.noise, 2 * self._usual_residual)
+        # A shared step faster than alone needs no statistics: the base is out of date.
+        strange = all(r > usual for r in self._residuals) or all(r < -usual for r in self._residuals)
+        if strange and len(self._residuals) == _SURPRISES and self._calm >= self._patience:
+            self._look_again()
+        self._usual_residual += 0.02 * (min(abs(residual), 1.0) - self._usual_residual)
+
+    def _look_again(self) -> None:
+        """Alone steps next; what was thought of costs counts for little if the base turns out as it was."""
+        self._alone_left = _CONFIRMING
+        self.base.question()
+        self._residuals.clear()
+        self.overlap_cost.doubt()
+        self._calm, self._patience = 0, min(2 * self._patience, 200)
+
+    def _forget(self) -> None:
+        """The foreground has changed: what was owed and what the tail taught were of another one."""
+        self.debt_s, self.scale = 0.0, max(self.scale, 0.5)
+        self._residuals.clear()
+        self._patience, self._calm = 10, 0
+        self._alone_left = self.budget.alone_first - self.base.num_samples
+
+    def _decide(self) -> Allowance:
+        if self._alone_left > 0 or not self.base.num_samples:
+            return Allowance(alone=True, overlapped_s=0, gaps_s=(0.0,) * len(self.gaps), waiting_s=0, reducing_s=0)
+        if self._until_alone <= 0:
+            self._alone_left, self._gaps_only_left = 1, 1 if self.gaps else 0
+            return self._decide()
+        alone_s, aim = self.base.median_s, self._aim()
+        even_s = (aim - 1) * alone_s
+        tail_room = max(self._tail_limit() - self.base.own_p95, self.budget.tail / 2)
+        most_s = min(_CATCH_UP * even_s, tail_room * alone_s)
+        extra_s = self.scale * min(max(even_s - self.debt_s / _FEEDBACK_STEPS, 0.0), most_s)
+        gap_cost = self.gap_cost.value
+        waiting_s = math.inf if gap_cost <= _LEAST_COST else extra_s / gap_cost
+        gaps_s = self._share_among_gaps(waiting_s)
+        left_s = max(extra_s - gap_cost * sum(gaps_s), 0.0)
+        overlapped_s = min(left_s / self.overlap_cost.value, _GROWTH * self._last_work * alone_s, aim * alone_s)
+        return Allowance(
+            alone=False,
+            overlapped_s=0.0 if self._gaps_only_left else overlapped_s,
+            gaps_s=gaps_s,
+            waiting_s=waiting_s,
+            reducing_s=waiting_s if self.budget.harmless_in_reduce else 0.0,
+        )
+
+    def _share_among_gaps(self, waiting_s: float) -> tuple[float, ...]:
+        wanted = [gap.length_s if self.budget.harmless_in_reduce or not gap.reduces else 0.0 for gap in self.gaps]
+        part = min(waiting_s / sum(wanted), 1.0) if sum(wanted) > 0 else 0.0
+        return tuple(part * length_s for length_s in wanted)

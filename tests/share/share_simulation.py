@@ -1,0 +1,61 @@
+"""A simulated foreground and background under the controller: what the promises are checked with."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from burstpool.share.budget import Controller, Slices, StepTaken
+
+
+@dataclass(kw_only=True)
+class Simulated:
+    """How foreground and background behave; the controller sees none of it but the steps' times."""
+
+    alone_s: Callable[[int], float] = lambda step: 0.01
+    noise: float = 0.01
+    cost: Callable[[int], float] = lambda step: 0.5
+    heavy: float = 0.0
+    """Share of the shared steps in which the interference is ten times as much."""
+    gap_s: float = 0.0
+    """Real length of the gap; work beyond it stalls the foreground."""
+    gap_cost: float = 0.01
+    slice_s: float = 0.0
+    """0 for work that can be cut anywhere."""
+    seed: int = 0
+    slowdowns: list[float] = field(default_factory=list)
+    """Of each step over what it takes alone on average, at the time."""
+    work: list[float] = field(default_factory=list)
+    alone: list[bool] = field(default_factory=list)
+
+    def run(self, controller: Controller, steps: int) -> "Simulated":
+        draw, overlap, gap = random.Random(self.seed), Slices(), Slices()
+        for step in range(steps):
+            allowance = controller.allowance
+            overlapped_s = self._whole(overlap, allowance.overlapped_s, allowance.alone)
+            in_gaps_s = self._whole(gap, sum(allowance.gaps_s), allowance.alone)
+            alone_s = self.alone_s(step)
+            added_s = self.cost(step) * overlapped_s * (10 if draw.random() < self.heavy else 1)
+            added_s += self.gap_cost * in_gaps_s + max(in_gaps_s - self.gap_s, 0.0)
+            time_s = alone_s * max(draw.gauss(1, self.noise), 0.5) + added_s
+            controller.observe(StepTaken(time_s=time_s, overlapped_s=overlapped_s, in_gaps_s=in_gaps_s))
+            self.slowdowns.append(time_s / alone_s)
+            self.work.append((overlapped_s + in_gaps_s) / alone_s)
+            self.alone.append(allowance.alone)
+        return self
+
+    def _whole(self, slices: Slices, allowed_s: float, alone: bool) -> float:
+        if alone or not self.slice_s:
+            return allowed_s
+        return slices.take(allowed_s, self.slice_s) * self.slice_s
+
+    def mean(self, start: int = 0, stop: int | None = None) -> float:
+        chosen = self.slowdowns[start:stop]
+        return sum(chosen) / len(chosen)
+
+    def p95(self, start: int = 0, stop: int | None = None) -> float:
+        chosen = sorted(self.slowdowns[start:stop])
+        return chosen[int(0.95 * (len(chosen) - 1))]
+
+    def mean_work(self, start: int = 0, stop: int | None = None) -> float:
+        chosen = self.work[start:stop]
+        return sum(chosen) / len(chosen)
