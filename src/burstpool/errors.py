@@ -9,6 +9,7 @@
     ├─ FusionError            models, hyper-parameters or calls that cannot be fused; names the member
     ├─ JobError               a job file, a zoo name or a hyper-parameter that cannot be used
     ├─ RunError               a training run that failed; names the rank, the action and the user's line
+    │  └─ CaptureError        a step that CUDA graphs cannot hold; says what of it
     ├─ ShareError             a slowdown budget or a background job that cannot be used
     └─ TraceError             a model that cannot be split into layers; names the user's line
 
@@ -51,6 +52,10 @@ class JobError(BurstpoolError):
 
 class RunError(BurstpoolError):
     """A training run that failed."""
+
+
+class CaptureError(RunError):
+    """A step that CUDA graphs cannot hold."""
 
 
 class ShareError(BurstpoolError):

@@ -89,12 +89,16 @@ def test_graphs_and_eager_steps_give_the_same_losses(source: str, autocast: Any,
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_changing_learning_rate_reaches_captured_steps(optimizer: Any, control: Any) -> None:
-    job = load_job("zoo:tiny_vgg")
-    job = dataclasses.replace(job, optimizer=partial(optimizer, lr=0.01), scheduler=stepped)
-    captured, losses = _run(job, control, cuda_graphs=True)
-    _, expected = _run(job, control, cuda_graphs=False)
+    job = dataclasses.replace(load_job("zoo:tiny_vgg"), optimizer=partial(optimizer, lr=0.01))
+    changing = dataclasses.replace(job, scheduler=stepped)
+    captured, losses = _run(changing, control, cuda_graphs=True)
+    _, expected = _run(changing, control, cuda_graphs=False)
+    _, constant = _run(job, control, cuda_graphs=False)
     assert captured.is_captured
-    assert losses == pytest.approx(expected, abs=2e-5, rel=2e-5)
+    # AdamW divides by small numbers, and a captured one computes them in single precision.
+    tolerance = 2e-5 if optimizer is torch.optim.SGD else 5e-3
+    assert losses == pytest.approx(expected, abs=tolerance, rel=tolerance)
+    assert max(abs(a - b) for a, b in zip(losses, constant, strict=True)) > 4 * tolerance
 
 
 def test_clipping_is_captured_too(control: Any) -> None:

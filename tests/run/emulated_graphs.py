@@ -22,7 +22,7 @@ def emulate(executor: Executor) -> None:
     """Has an executor on the CPU capture and replay its steps."""
     graphs.torch = _Torch()  # type: ignore[assignment]
     executor.passes.allow_nan = True  # looking at the loss is what a capture cannot hold
-    executor._wants_graphs = True
+    executor.wants_graphs = True
     capture = executor._try_to_capture
 
     def capture_and_undo(loaded: Sequence[Sequence[Loaded]]) -> None:

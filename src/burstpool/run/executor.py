@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from burstpool.engine.base import Doing
+from burstpool.errors import CaptureError
 from burstpool.job import Job
 from burstpool.model.block import Block
 from burstpool.model.traced import TracedModel
@@ -92,9 +93,9 @@ class Executor:
         )
         self._random = any(layer.random for layer in part.traced.layers)
         self._graphs: StepGraphs | None = None
-        self._wants_graphs = options.cuda_graphs and part.on.type == "cuda" and not options.device_timeline
+        self.wants_graphs = options.cuda_graphs and part.on.type == "cuda" and not options.device_timeline
         self._warm_up_left = WARM_UP_STEPS
-        if self._wants_graphs:
+        if self.wants_graphs:
             self.update.make_capturable()
 
     @property
@@ -109,12 +110,8 @@ class Executor:
 
     def run(self, step: int, loaded: Sequence[Sequence[Loaded]]) -> torch.Tensor | None:
         """Runs one step; returns this device's part of the loss, None where it does not compute any."""
-        self._doing.begin_step(step)
-        self.part.moment.step = step
-        if self._random:
-            # Also what draws its own numbers is then the same when a run is resumed at this step.
-            seed_device(mix(self._seed, "step", step, self.part.device), self.part.on)
-        if self._wants_graphs:
+        self.begin(step)
+        if self.wants_graphs:
             self._try_to_capture(loaded)
         with naming_peers("other devices in the middle of it"):
             self.links.begin_step()
@@ -125,6 +122,14 @@ class Executor:
             else:
                 self.links.flush()  # the next replay writes to what is being sent
         return loss
+
+    def begin(self, step: int) -> None:
+        """Everything that depends on which step it is, before any action; `run` calls it."""
+        self._doing.begin_step(step)
+        self.part.moment.step = step
+        if self._random:
+            # Also what draws its own numbers is then the same when a run is resumed at this step.
+            seed_device(mix(self._seed, "step", step, self.part.device), self.part.on)
 
     def _run_eagerly(self, step: int, loaded: Sequence[Sequence[Loaded]]) -> torch.Tensor | None:
         if self.update.scale is not None:
@@ -141,7 +146,19 @@ class Executor:
         if self._warm_up_left > 0:
             self._warm_up_left -= 1
             return
-        self._wants_graphs = False
+        self.wants_graphs = False
+        try:
+            self._graphs = self.capture(loaded)
+        except CaptureError as error:
+            _LOG.warning("device %d runs without CUDA graphs: %s", self.part.device, error)
+        else:
+            self.recorder.clear()
+
+    def capture(self, loaded: Sequence[Sequence[Loaded]], *, keep_graphs: bool = False) -> StepGraphs:
+        """The step as CUDA graphs; some steps must have run before. `keep_graphs` as in StepGraphs.
+
+        Raises a CaptureError that says what a graph cannot hold.
+        """
         parts = StepParts(
             actions=self.actions,
             computing=self._eager.computing,
@@ -152,17 +169,13 @@ class Executor:
             masks=self.part.masks,
             doing=self._doing,
         )
-        reason = why_not(parts, loaded, talks_inside=bool(self.part.groups.statistics))
-        if reason is None:
-            try:
-                self._graphs = StepGraphs(parts, loaded)
-            except Exception as error:  # whatever the user's operators do that a graph cannot hold
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                self.update.forget()
-        if reason is not None:
-            _LOG.warning("device %d runs without CUDA graphs: %s", self.part.device, reason)
-        else:
-            self.recorder.clear()
+        if reason := why_not(parts, loaded, talks_inside=bool(self.part.groups.statistics)):
+            raise CaptureError(reason)
+        try:
+            return StepGraphs(parts, loaded, keep_graphs=keep_graphs)
+        except Exception as error:  # whatever the user's operators do that a graph cannot hold
+            self.update.forget()
+            raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
 
 
 def _update(part: DevicePart, job: Job, options: RunOptions) -> Update:

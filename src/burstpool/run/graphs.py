@@ -66,9 +66,12 @@ def why_not(parts: StepParts, loaded: Sequence[Sequence[Loaded]], *, talks_insid
 class StepGraphs:
     """A captured step."""
 
-    def __init__(self, parts: StepParts, loaded: Sequence[Sequence[Loaded]]) -> None:
-        """Captures; raises whatever the step's functions raise when they do what a capture cannot hold."""
-        self._parts = parts
+    def __init__(self, parts: StepParts, loaded: Sequence[Sequence[Loaded]], *, keep_graphs: bool = False) -> None:
+        """Captures; raises whatever the step's functions raise when they do what a capture cannot hold.
+
+        With `keep_graphs` the graphs are there to be looked at and changed until they are replayed first.
+        """
+        self._parts, self._keep_graphs = parts, keep_graphs
         self._pool = torch.cuda.graph_pool_handle()
         self._pending: list[Work] = []
         self._kept: list[Any] = []
@@ -88,15 +91,28 @@ class StepGraphs:
 
     def run(self, step: int, loaded: Sequence[Sequence[Loaded]]) -> torch.Tensor | None:
         """Replays the step on other samples."""
-        for fixed, new in zip(self._samples, loaded, strict=True):
-            for target, source in zip(fixed, new, strict=True):
-                _copy_into(target, source)
-        self._parts.masks.reseed(step)
+        self.begin(step, loaded)
         say = self._parts.doing.say
         for words, entry in self._entries:
             say(words)
             entry()
         return self.loss
+
+    def begin(self, step: int, loaded: Sequence[Sequence[Loaded]]) -> None:
+        """Puts a step's samples and random numbers in place; `pieces` then run it."""
+        for fixed, new in zip(self._samples, loaded, strict=True):
+            for target, source in zip(fixed, new, strict=True):
+                _copy_into(target, source)
+        self._parts.masks.reseed(step)
+
+    @property
+    def pieces(self) -> list[Work]:
+        """What a step does, in order: replays of graphs, and the communication between them."""
+        return [entry for _, entry in self._entries]
+
+    def graph_of(self, piece: Work) -> torch.cuda.CUDAGraph | None:
+        """The graph that a piece replays; None where it does something else."""
+        return next((graph for graph in self._graphs if graph.replay == piece), None)
 
     def _take(self, index: int, action: Action) -> None:
         parts, words = self._parts, phrase(f"{action.kind} {action.value or action.block}")
@@ -160,7 +176,7 @@ class StepGraphs:
         """Captures what is pending as one graph."""
         if not self._pending:
             return
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=self._keep_graphs)
         for generator in self._parts.masks.generators.values():
             graph.register_generator_state(generator)
         # Other threads, NCCL's and the loader's, may go on meanwhile: only this one's calls are checked.

@@ -6,10 +6,11 @@ numbers (augmentation) is seeded by (seed, epoch, index), so that a sample is th
 resumed run it is loaded.
 """
 
+import dataclasses
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,15 @@ class Loaded:
         return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[first:last], self.target)
 
 
+class Batch(NamedTuple):
+    """Consecutive samples of a minibatch as the job gives them, on the CPU."""
+
+    start: int
+    stop: int
+    inputs: Any
+    target: Any
+
+
 def needed_ranges(plan: Plan, graph: LayerGraph, device: int) -> tuple[tuple[int, int], ...]:
     """The samples of a minibatch that a device must load, in order, joined where they touch."""
     inputs = {value.name for value in graph.inputs}
@@ -62,16 +72,14 @@ def needed_ranges(plan: Plan, graph: LayerGraph, device: int) -> tuple[tuple[int
     return tuple(joined)
 
 
-class Loader:
-    """Loads one step after the other, from any position on."""
+class Batches:
+    """Samples put together on the CPU, one step after the other, from any position on. Needs no model."""
 
-    def __init__(self, job: Job, traced: TracedModel, plan: Plan, *, device: int, on: torch.device) -> None:
-        self._job, self._traced, self._on = job, traced, on
-        self._ranges = needed_ranges(plan, traced.graph, device)
-        self._batch, self._num_minibatches = plan.batch, plan.num_minibatches
+    def __init__(self, job: Job, ranges: Sequence[tuple[int, int]], *, batch: int, num_minibatches: int = 1) -> None:
+        """`ranges`: (start, stop) of the samples of each minibatch that are wanted."""
+        self._job, self._ranges, self._batch, self._num_minibatches = job, ranges, batch, num_minibatches
         self._order = self._order_from(Position())
-        self._checked: set[int] = set()
-        self._seeded = bool(self._ranges) and _draws_random_numbers(job)
+        self._seeded = bool(ranges) and _draws_random_numbers(job)
 
     @property
     def position(self) -> Position:
@@ -82,32 +90,22 @@ class Loader:
         """Goes on from a position of an earlier run."""
         self._order = self._order_from(position)
 
-    def load(self) -> list[list[Loaded]]:
-        """The next step: for each minibatch, what this device needs of it."""
+    def load(self) -> list[list[Batch]]:
+        """The next step: for each minibatch, the wanted ranges."""
         indices = self._order.take()
         epoch = self._order.position.epoch
         return [
-            [
-                self._load(indices[first + start : first + stop].tolist(), epoch, start, stop)
-                for start, stop in self._ranges
-            ]
+            [self._load(indices[first + start : first + stop].tolist(), epoch, start) for start, stop in self._ranges]
             for first in range(0, self._batch * self._num_minibatches, self._batch)
         ]
 
-    def _load(self, indices: Sequence[int], epoch: int, start: int, stop: int) -> Loaded:
-        inputs, target = default_collate(list(self._samples(indices, epoch)))
-        values = self._values(inputs, stop - start)
-        return Loaded(start=start, stop=stop, values=self._moved(values), target=self._moved(target))
+    def skip(self) -> None:
+        """Passes over the next step."""
+        self._order.take()
 
-    def _values(self, inputs: Any, num_samples: int) -> dict[str, torch.Tensor]:
-        """The model's inputs by name; structure and batch are checked once for each number of samples."""
-        names = self._traced.graph.inputs
-        if num_samples in self._checked and isinstance(inputs, torch.Tensor) and len(names) == 1:
-            return {names[0].name: inputs}
-        args, kwargs = model_arguments(inputs)
-        values = self._traced.input_values(*args, **kwargs)
-        self._checked.add(num_samples)
-        return values
+    def _load(self, indices: Sequence[int], epoch: int, start: int) -> Batch:
+        inputs, target = default_collate(list(self._samples(indices, epoch)))
+        return Batch(start, start + len(indices), inputs, target)
 
     def _samples(self, indices: Sequence[int], epoch: int) -> Iterable[Any]:
         if not self._seeded:
@@ -120,20 +118,77 @@ class Loader:
         np.random.seed(seed % 2**32)
         return self._job.data[index]
 
-    def _moved(self, tree: Any) -> Any:
-        if self._on.type == "cpu":
-            return tree
-        # Pinned, so that the copy runs beside what the device computes.
-        return pytree.tree_map_only(
-            torch.Tensor, lambda tensor: tensor.pin_memory().to(self._on, non_blocking=True), tree
-        )
-
     def _order_from(self, position: Position) -> DataOrder:
         return DataOrder(
             len(self._job.data),  # type: ignore[arg-type]
             samples_per_step=self._batch * self._num_minibatches,
             seed=self._job.seed,
             position=position,
+        )
+
+
+class Loader:
+    """Loads what one device needs of one step after the other, onto the device."""
+
+    def __init__(self, job: Job, traced: TracedModel, plan: Plan, *, device: int, on: torch.device) -> None:
+        self._traced, self._on = traced, on
+        ranges = needed_ranges(plan, traced.graph, device)
+        self._batches = Batches(job, ranges, batch=plan.batch, num_minibatches=plan.num_minibatches)
+        self._checked: set[int] = set()
+
+    @property
+    def position(self) -> Position:
+        """Where the next step begins."""
+        return self._batches.position
+
+    def start_at(self, position: Position) -> None:
+        """Goes on from a position of an earlier run."""
+        self._batches.start_at(position)
+
+    def load(self) -> list[list[Loaded]]:
+        """The next step: for each minibatch, what this device needs of it."""
+        return self.move(self.name(self._batches.load()))
+
+    def name(self, batches: Sequence[Sequence[Batch]]) -> list[list[Loaded]]:
+        """Samples as the executor takes them, where they are."""
+        return [
+            [
+                Loaded(
+                    start=batch.start,
+                    stop=batch.stop,
+                    values=self._values(batch.inputs, batch.stop - batch.start),
+                    target=batch.target,
+                )
+                for batch in minibatch
+            ]
+            for minibatch in batches
+        ]
+
+    def move(self, loaded: list[list[Loaded]]) -> list[list[Loaded]]:
+        """The same on the device."""
+        if self._on.type == "cpu":
+            return loaded
+        return [
+            [dataclasses.replace(x, values=self._moved(x.values), target=self._moved(x.target)) for x in minibatch]
+            for minibatch in loaded
+        ]
+
+    def _values(self, inputs: Any, num_samples: int) -> dict[str, torch.Tensor]:
+        """The model's inputs by name; structure and batch are checked once for each number of samples."""
+        names = self._traced.graph.inputs
+        if num_samples in self._checked and isinstance(inputs, torch.Tensor) and len(names) == 1:
+            return {names[0].name: inputs}
+        args, kwargs = model_arguments(inputs)
+        values = self._traced.input_values(*args, **kwargs)
+        self._checked.add(num_samples)
+        return values
+
+    def _moved(self, tree: Any) -> Any:
+        # Pinned, so that the copy runs beside what the device computes.
+        return pytree.tree_map_only(
+            torch.Tensor,
+            lambda x: (x if x.is_pinned() else x.pin_memory()).to(self._on, non_blocking=True),
+            tree,
         )
 
 
