@@ -1,0 +1,488 @@
+"""A foreground and a background job on one GPU, in every way there is: slowdown of the one, speed kept by the other.
+
+    python benchmarks/sharing/cuda.py                                              all pairs, about seven minutes
+    python benchmarks/sharing/cuda.py --foregrounds vgg16:4 --backgrounds resnet18:8 --seconds 5
+    python benchmarks/sharing/cuda.py --foregrounds vgg16:4 --backgrounds resnet50:32 --ways ours --seconds 60
+
+Ways: two processes (the driver's time slices); two processes under MPS, the background with a share of the threads;
+one process with two streams, of the same and of different priority, nothing held back; ours at several budgets; ours
+with the gaps of an 8-device burst plan replayed in the foreground. In all of them both jobs' steps are CUDA graphs of
+the same kernels and their samples are on the device already. Every way is measured next to the foreground alone, and
+compared with it: `slowdown` and `slowdown_p95` over the mean step alone, `kept` over the background's steps a second
+alone. Prints one JSON object on standard output, lines on standard error as they come.
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import multiprocessing as mp
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOREGROUNDS = (
+    "vgg16:1,vgg16:4,vgg16:16,wide_resnet101_2:1,wide_resnet101_2:4,wide_resnet101_2:16,inception_v3:4,transformer:8"
+)
+BACKGROUNDS = "resnet50:32,resnet18:8,array:16"
+BUDGETS = (1.05, 1.10, 1.20)
+MPS_PERCENT = (100, 50, 30, 10)
+LEAD_S = 0.3
+"""How long a background process runs before the foreground's."""
+MPS_FOLDER = "/tmp/burstpool-mps"
+ARRAY_MEMBERS = 16
+"""Small models in the fused array."""
+PIECE_S = 3e-4
+BURST_LIMIT = 1.5
+"""Of the plan whose gaps are replayed."""
+SHORTEST_GAP_S = 5e-5
+PROFILES = Path(__file__).parents[1] / "burst" / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class Which:
+    """`"vgg16:4"`."""
+
+    name: str
+    batch: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Which":
+        name, batch = text.split(":")
+        return cls(name, int(batch))
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.batch}"
+
+
+class FixedFeeder:
+    """One batch again and again: what is compared is the GPU, not the loading."""
+
+    def __init__(self, job: Any) -> None:
+        from torch.utils import _pytree as pytree
+
+        from burstpool.run.loading import Batch, Batches
+
+        batch = Batches(job, ((0, job.batch),), batch=job.batch).load()[0][0]
+        inputs, target = pytree.tree_map_only(torch.Tensor, lambda x: x.pin_memory(), (batch.inputs, batch.target))
+        self._batch = [[Batch(0, job.batch, inputs, target)]]
+
+    def take(self) -> Any:
+        return self._batch
+
+    def used(self, stream: Any) -> None:
+        """Nothing to give back."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def at_work(which: Which, control: Any, stream: Any, piece_s: float) -> Any:
+    """The job, captured."""
+    import dataclasses
+
+    from burstpool.job import load_job
+    from burstpool.share.array_steps import ArrayStep
+    from burstpool.share.cuda import JobAtWork
+    from burstpool.share.graph_steps import GraphStep
+
+    if which.name == "array":
+        settings = {"image_size": 32, "num_classes": 10}
+        one = dataclasses.replace(load_job("zoo:resnet18", settings), batch=which.batch)
+        work = JobAtWork(
+            str(which),
+            ArrayStep([one] * ARRAY_MEMBERS, stream=stream, piece_s=piece_s, autocast="bf16"),
+            FixedFeeder(one),
+        )
+    else:
+        job = dataclasses.replace(load_job(f"zoo:{which.name}"), batch=which.batch)
+        steps = GraphStep(job, stream=stream, control=control, piece_s=piece_s, autocast="bf16")
+        work = JobAtWork(str(which), steps, FixedFeeder(job))
+    work.start()
+    return work
+
+
+def prepare() -> None:
+    """What every process sets."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
+# ---- a process that plays one job, for the ways with two processes
+
+
+def play(which: Which, pipe: Connection) -> None:
+    """Builds the job, then replays it for as long as it is told."""
+    from burstpool.share.cuda import alone_in_a_group, streams
+
+    prepare()
+    with alone_in_a_group() as control:
+        high, _ = streams(torch.device("cuda", 0))
+        work = at_work(which, control, high, float("inf"))
+        pipe.send("ready")
+        while (seconds := pipe.recv()) is not None:
+            pipe.send(played(work.steps, high, seconds))
+
+
+def played(steps: Any, stream: Any, seconds: float) -> dict[str, Any]:
+    """Replays with two steps under way; when each ended, by the host's clock, and how long it took on the device."""
+    events: collections.deque[Any] = collections.deque()
+    times, ends, last = [], [], None
+    stop = time.monotonic() + seconds
+    with torch.cuda.stream(stream):
+        while time.monotonic() < stop:
+            for piece in steps.pieces:
+                piece()
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record(stream)
+            if len(events) > 2:
+                done = events.popleft()
+                done.synchronize()
+                ends.append(time.monotonic())
+                if last is not None:
+                    times.append(last.elapsed_time(done) / 1e3)
+                last = done
+        torch.cuda.synchronize()
+    return {"times": times, "ends": ends}
+
+
+class Player:
+    """That process, from outside."""
+
+    def __init__(self, which: Which, *, mps_percent: int | None = None) -> None:
+        changes = {} if mps_percent is None else {"CUDA_MPS_PIPE_DIRECTORY": f"{MPS_FOLDER}/pipe"}
+        if mps_percent is not None and mps_percent < 100:
+            changes["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(mps_percent)
+        before = dict(os.environ)
+        os.environ.update(changes)
+        self.pipe, theirs = mp.Pipe()
+        self.process = mp.get_context("spawn").Process(target=play, args=(which, theirs), daemon=True)
+        self.process.start()
+        os.environ.clear()
+        os.environ.update(before)
+        theirs.close()
+
+    def wait(self) -> None:
+        assert self.pipe.recv() == "ready"
+
+    def go(self, seconds: float) -> None:
+        self.pipe.send(seconds)
+
+    def result(self) -> dict[str, Any]:
+        return self.pipe.recv()
+
+
+def two_processes(foreground: Player, background: Player, seconds: float, own_rate: float) -> dict[str, float]:
+    """Both at once, next to the foreground alone; `own_rate`: the background's steps a second with the GPU its own."""
+    foreground.go(seconds / 2)
+    alone = foreground.result()
+    background.go(seconds + 2 * LEAD_S)
+    time.sleep(LEAD_S)
+    begun = time.monotonic()
+    foreground.go(seconds)
+    shared = foreground.result()
+    ended = time.monotonic()
+    inside = [end for end in background.result()["ends"] if begun + 0.1 * seconds <= end <= ended - 0.1 * seconds]
+    rate = (len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 1 else 0.0
+    times = shared["times"][len(shared["times"]) // 20 :]
+    return compared(times, statistics.mean(alone["times"]), rate / own_rate)
+
+
+def compared(times: Sequence[float], alone_s: float, kept: float) -> dict[str, float]:
+    """The figures of one case."""
+    slowdown = statistics.mean(times) / alone_s
+    p95 = sorted(times)[int(0.95 * len(times))] / alone_s
+    return {
+        "slowdown": slowdown,
+        "slowdown_p95": p95,
+        "kept": kept,
+        "sum_of_shares": 1 / slowdown + kept,
+        "alone_s": alone_s,
+    }
+
+
+# ---- a process that shares its GPU between one foreground and all backgrounds
+
+
+def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
+    """Builds all jobs, then does what it is told: (way, background, budget, seconds)."""
+    from burstpool.share.cuda import Background, alone_in_a_group, streams
+
+    prepare()
+    with alone_in_a_group() as control:
+        high, low = streams(torch.device("cuda", 0))
+        plain = torch.cuda.Stream()
+        foreground = at_work(which, control, high, 6e-4)
+        works = {str(name): at_work(name, control, low, PIECE_S) for name in backgrounds}
+        unranked = on_plain_stream(foreground, plain)
+        for work in (foreground, *works.values()):
+            lengths = [round(1e3 * time_s, 3) for time_s in work.steps.piece_times_s]
+            print(
+                f"{work.name}: {1e3 * work.steps.alone_s:.3f} ms, pieces {lengths}"[:400], file=sys.stderr, flush=True
+            )
+        pipe.send("ready")
+        while (order := pipe.recv()) is not None:
+            way, name, budget, seconds = order
+            work = works[name]
+            work.losses.clear()
+            try:
+                if way == "ours":
+                    answer = ours(foreground, Background(work), budget, seconds, None)
+                elif way == "gaps":
+                    answer = ours(foreground, Background(work), budget, seconds, gaps_of(which, foreground))
+                elif way == "priority":
+                    answer = free(foreground.steps.pieces, high, foreground.steps.alone_s, work, seconds)
+                else:
+                    answer = free(unranked, plain, foreground.steps.alone_s, work, seconds)
+            except Exception as error:
+                answer = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            pipe.send(answer)
+
+
+def ours(foreground: Any, background: Any, budget: float, seconds: float, program: Any) -> dict[str, Any]:
+    """Held by the controller, next to the foreground alone before and after."""
+    from burstpool.share.budget import Budget
+    from burstpool.share.cuda import Idle, SharedGpu
+
+    def alone(share_of_time: float) -> list[float]:
+        gpu = SharedGpu(foreground, (), Budget(slowdown=budget), program=program)
+        gpu.run(max(int(share_of_time * seconds / step_s), 30))
+        return gpu.measured.step_s[5:]
+
+    idle_s = sum(part.length_s for part in program or () if isinstance(part, Idle))
+    step_s = foreground.steps.alone_s + idle_s
+    before = alone(0.15)
+    begun = time.monotonic()
+    gpu = SharedGpu(foreground, (background,), Budget(slowdown=budget), program=program)
+    gpu.run(int(seconds / step_s))
+    took_s = time.monotonic() - begun
+    after = alone(0.15)
+    alone_s = statistics.mean(before + after)
+    times = gpu.measured.step_s[20:]
+    work_s = sum(gpu.measured.background_s[20:])
+    kept = work_s / sum(times) * background.work.steps.alone_s / sum(background.work.steps.piece_times_s)
+    return {
+        **compared(times, alone_s, kept),
+        "steps": len(times),
+        "took_s": took_s,
+        "background_steps": background.steps_done,
+        "gap_share": idle_s / step_s,
+        "overlap_cost": gpu.controller.overlap_cost.value,
+        "base_error": gpu.controller.alone_s / alone_s - 1,
+    }
+
+
+def on_plain_stream(work: Any, plain: Any) -> list[Any]:
+    """The same step captured on a stream of the background's priority: a graph keeps that of its capture."""
+    steps = work.steps
+    kept = steps.stream, steps.pieces, steps.piece_times_s, steps.alone_s, steps._graphs, steps._cut
+    steps.stream = plain
+    steps.capture()
+    pieces = [*steps.pieces]
+    work.unranked = steps._graphs, steps._cut
+    steps.stream, steps.pieces, steps.piece_times_s, steps.alone_s, steps._graphs, steps._cut = kept
+    return pieces
+
+
+def free(mine: Any, stream: Any, alone_s: float, work: Any, seconds: float) -> dict[str, float]:
+    """Two streams, nothing held back: the background's queue never runs dry."""
+    alone = foreground_times(mine, stream, 30, lambda: None)
+    pieces, lengths = itertools.cycle(work.steps.pieces), itertools.cycle(work.steps.piece_times_s)
+    ends: collections.deque[Any] = collections.deque()
+    started: list[tuple[Any, float]] = []
+
+    def keep_busy() -> None:
+        while ends and ends[0].query():
+            ends.popleft()
+        while len(ends) < 12:
+            with torch.cuda.stream(work.steps.stream):
+                next(pieces)()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(work.steps.stream)
+            ends.append(event)
+            started.append((event, next(lengths)))
+
+    first = torch.cuda.Event(enable_timing=True)
+    first.record(stream)
+    times = foreground_times(mine, stream, max(int(seconds / alone_s), 30), keep_busy)
+    torch.cuda.synchronize()
+    done_s = sum(length for event, length in started if first.elapsed_time(event) / 1e3 <= sum(times))
+    kept = done_s / sum(times) * work.steps.alone_s / sum(work.steps.piece_times_s)
+    return compared(times[5:], statistics.mean(alone[5:]), kept)
+
+
+def foreground_times(pieces: Any, stream: Any, steps: int, meanwhile: Any) -> list[float]:
+    """Seconds of so many steps, with something else to do for the host."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    marks[0].record(stream)
+    for index in range(steps):
+        with torch.cuda.stream(stream):
+            for piece in pieces:
+                piece()
+        marks[index + 1].record(stream)
+        while not marks[max(index - 1, 0)].query():
+            meanwhile()
+    while not marks[steps].query():
+        meanwhile()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+def gaps_of(which: Which, foreground: Any) -> list[Any]:
+    """The foreground's pieces with the gaps of an 8-device burst plan between them.
+
+    The plan is made for eight times the foreground's batch from the profile measured on this kind of GPU; its device
+    with the median gap time is taken, and each of its gaps put where the same share of the step's compute is done.
+    """
+    from burstpool.share.cuda import Idle
+
+    busy, gaps = gaps_of_plan(which)
+    done = list(itertools.accumulate(foreground.steps.piece_times_s))
+    scale = done[-1] / busy
+    program: list[Any] = []
+    waiting = collections.deque(gaps)
+    for piece, done_s in enumerate(done):
+        while waiting and waiting[0][0] * scale <= done_s - foreground.steps.piece_times_s[piece] / 2:
+            program.append(Idle(length_s=waiting.popleft()[1] * scale))
+        program.append(piece)
+    program += [Idle(length_s=length_s * scale) for _, length_s in waiting]
+    return program
+
+
+def gaps_of_plan(which: Which) -> tuple[float, list[tuple[float, float]]]:
+    """Busy seconds of the median device, and its gaps: (busy seconds before it, length)."""
+    from burstpool.cluster.spec import ClusterSpec
+    from burstpool.plan import burst
+    from burstpool.plan.cost import CostModel
+    from burstpool.plan.dataflow import dataflow
+    from burstpool.profiling.profile import Profile
+    from burstpool.schedule.lower import lower
+    from burstpool.schedule.simulate import simulate
+
+    profile = Profile.load(PROFILES / f"{which.name}.h200.json")
+    cluster = ClusterSpec.uniform(profile.device, devices_per_node=8, num_nodes=1, link="nvlink4")
+    plan = burst.plan(profile, cluster, batch=8 * which.batch, extrapolate=True, burst_limit=BURST_LIMIT)
+    flow = dataflow(plan, profile)
+    timeline = simulate(lower(plan, flow), CostModel(profile, cluster, extrapolate=True), flow)
+    used = [device for device, busy_s in enumerate(timeline.all_busy_s()) if busy_s > 0]
+    all_gaps = timeline.gaps()
+    total = {device: sum(stop - start for start, stop in all_gaps[device]) for device in used}
+    device = sorted(used, key=total.__getitem__)[len(used) // 2]
+    gaps = []
+    for start, stop in all_gaps[device]:
+        before = [e for e in timeline.events if e.device == device and e.lane == "compute" and e.stop_s <= start + 1e-9]
+        if stop - start > SHORTEST_GAP_S:
+            gaps.append((sum(e.stop_s - e.start_s for e in before), stop - start))
+    return timeline.busy_s(device), gaps
+
+
+class Sharer:
+    """The sharing process, from outside."""
+
+    def __init__(self, which: Which, backgrounds: Sequence[Which]) -> None:
+        self.pipe, theirs = mp.Pipe()
+        arguments = (which, backgrounds, theirs)
+        self.process = mp.get_context("spawn").Process(target=share, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        assert self.pipe.recv() == "ready"
+
+    def do(self, way: str, background: Which, budget: float, seconds: float) -> dict[str, Any]:
+        self.pipe.send((way, str(background), budget, seconds))
+        return self.pipe.recv()
+
+
+def start_mps() -> bool:
+    """Whether there is an MPS server now."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        return False
+    os.makedirs(f"{MPS_FOLDER}/pipe", exist_ok=True)
+    os.makedirs(f"{MPS_FOLDER}/log", exist_ok=True)
+    environment = {**os.environ, **mps_environment()}
+    return subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=False).returncode == 0
+
+
+def mps_environment() -> dict[str, str]:
+    return {"CUDA_MPS_PIPE_DIRECTORY": f"{MPS_FOLDER}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{MPS_FOLDER}/log"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--foregrounds", default=FOREGROUNDS)
+    parser.add_argument("--backgrounds", default=BACKGROUNDS)
+    parser.add_argument("--ways", default="ours,gaps,streams,priority,processes,mps")
+    parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    foregrounds = [Which.parse(text) for text in args.foregrounds.split(",")]
+    backgrounds = [Which.parse(text) for text in args.backgrounds.split(",")]
+    ways, budgets = set(args.ways.split(",")), [float(text) for text in args.budgets.split(",")]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: list[dict[str, Any]] = []
+
+    def note(foreground: Which, background: Which, way: str, figures: dict[str, Any]) -> None:
+        rows.append({"foreground": str(foreground), "background": str(background), "way": way, **figures})
+        short = {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
+        print(f"{foreground} + {background}, {way}: {short}", file=sys.stderr, flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(rows))
+
+    sharers = {}
+    if ways & {"ours", "gaps", "streams", "priority"}:
+        sharers = {str(which): Sharer(which, backgrounds) for which in foregrounds}
+    players = {}
+    if "processes" in ways:
+        players = {("process", str(which)): Player(which) for which in {*foregrounds, *backgrounds}}
+    with_mps = "mps" in ways and start_mps()
+    if with_mps:
+        players.update({("mps", str(which)): Player(which, mps_percent=100) for which in foregrounds})
+        for percent in MPS_PERCENT:
+            players.update({(percent, str(w)): Player(w, mps_percent=percent) for w in backgrounds})
+    for player in (*sharers.values(), *players.values()):
+        player.wait()
+    print("all processes are ready", file=sys.stderr, flush=True)
+    rates = {}
+    for (kind, name), player in players.items():
+        if kind in ("process", 100):
+            player.go(0.5)
+            rates[kind, name] = 1 / statistics.mean(player.result()["times"])
+    for foreground, background in itertools.product(foregrounds, backgrounds):
+        sharer = sharers.get(str(foreground))
+        if sharer is not None:
+            for way in ("streams", "priority"):
+                if way in ways:
+                    note(foreground, background, way, sharer.do(way, background, 0, min(args.seconds, 1.0)))
+            for budget in budgets if "ours" in ways else ():
+                note(foreground, background, f"ours {budget:.2f}", sharer.do("ours", background, budget, args.seconds))
+            if "gaps" in ways:
+                note(foreground, background, "ours 1.10, gaps", sharer.do("gaps", background, 1.10, args.seconds))
+        if "processes" in ways:
+            pair = players["process", str(foreground)], players["process", str(background)]
+            own = rates["process", str(background)]
+            note(foreground, background, "processes", two_processes(*pair, min(args.seconds, 1.0), own))
+        for percent in MPS_PERCENT if with_mps else ():
+            pair = players["mps", str(foreground)], players[percent, str(background)]
+            own = rates[100, str(background)]
+            note(foreground, background, f"MPS {percent}%", two_processes(*pair, min(args.seconds, 1.0), own))
+    if with_mps:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env={**os.environ, **mps_environment()})
+    for process in (*sharers.values(), *players.values()):
+        process.process.kill()
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A fused array's training step on one GPU, captured as a CUDA graph and cut into short pieces.
+
+The members share one batch, so they must be jobs of one seed and one batch size over the same data. As with a single
+job (`graph_steps.py`), the first steps are called eagerly and are steps of the training like any other.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from burstpool.errors import CaptureError, ShareError
+from burstpool.fusion.array import FusedArray
+from burstpool.fusion.jobs import attach
+from burstpool.fusion.optim import FusedOptimizer
+from burstpool.job import Job
+from burstpool.run.graphs import WARM_UP_STEPS
+from burstpool.run.loading import Batch
+from burstpool.share.graph_steps import kept, times_of_pieces, times_of_steps
+from burstpool.share.pieces import CutGraph, Piece
+
+
+class ArrayStep:
+    """An array at work on a stream."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        *,
+        stream: torch.cuda.Stream,
+        piece_s: float = math.inf,
+        autocast: Literal["bf16"] | None = None,
+    ) -> None:
+        if len({(job.seed, job.batch) for job in jobs}) > 1:
+            raise ShareError(
+                "the members of an array in the background share their batches: give them one seed and batch"
+            )
+        self.jobs, self.stream, self._piece_s, self._autocast = list(jobs), stream, piece_s, autocast
+        inputs, _ = jobs[0].samples(jobs[0].batch)
+        with torch.cuda.stream(stream):
+            models = [job.build_model().to(stream.device).train() for job in jobs]
+            self.array = FusedArray(models, _moved(inputs, stream.device), seeds=[job.seed for job in jobs])
+            attach(self.array, jobs)
+        optimizer = self.array.optimizers[0]
+        if not isinstance(optimizer, FusedOptimizer):
+            raise CaptureError(
+                f"{type(optimizer.proxies[0]).__name__} has no formula for arrays and cannot be captured"
+            )
+        self._optimizer = optimizer
+        self.step = 0
+        """Steps that have begun."""
+        self.pieces: list[Piece] = []
+        self.piece_times_s: list[float] = []
+        self.alone_s = math.nan
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Eager steps that are missing before the capture."""
+        return max(WARM_UP_STEPS - self.step, 0)
+
+    def warm_up(self, batches: Sequence[Sequence[Batch]]) -> torch.Tensor:
+        """One eager step; returns the members' losses."""
+        [[batch]] = batches
+        with torch.cuda.stream(self.stream):
+            self._fixed = _moved((batch.inputs, batch.target), self.stream.device)
+            self._forward()
+            self._backward()
+            self._optimizer.step()
+            self._schedule()
+        self.step += 1
+        return self._losses.detach()
+
+    def capture(self) -> None:
+        """Makes `pieces`. Trains nothing."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream), kept(self.state()):
+            try:
+                graph = self._captured()
+            except Exception as error:  # whatever the user's operators do that a graph cannot hold
+                raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
+            self._cut = CutGraph(graph, target_s=self._piece_s, timed=lambda some: times_of_pieces(some, lambda: None))
+            self.pieces = self._cut.pieces
+            self.piece_times_s = times_of_pieces(self.pieces, lambda: None)
+            self.alone_s = times_of_steps(self.pieces, lambda: None)
+
+    def begin(self, batches: Sequence[Sequence[Batch]]) -> None:
+        """Puts the next step's samples in place, from pinned memory; `pieces` are to follow."""
+        [[batch]] = batches
+        with torch.cuda.stream(self.stream):
+            given = pytree.tree_leaves((batch.inputs, batch.target))
+            for mine, new in zip(pytree.tree_leaves(self._fixed), given, strict=True):
+                mine.copy_(new, non_blocking=True)
+
+    def end(self) -> torch.Tensor:
+        """After the last piece: the members' losses, which the next step overwrites."""
+        with torch.cuda.stream(self.stream):
+            self._schedule()
+        self.step += 1
+        return self._losses.detach()
+
+    def state(self) -> list[torch.Tensor]:
+        """Everything that training changes, where it is."""
+        slots = [slot for bucket in self._optimizer.buckets for slot in (bucket.step_M, *bucket.slots.values())]
+        return [tensor.detach() for tensor in (*self.array.state.tensors.values(), *slots, self.array.active)]
+
+    def _forward(self) -> None:
+        self._optimizer.zero_grad()
+        inputs, target = self._fixed
+        setting = torch.autocast("cuda", dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
+        with setting:
+            self._losses = self.array.losses(inputs, self.jobs[0].loss, target)
+
+    def _backward(self) -> None:
+        self._losses.sum().backward()  # type: ignore[no-untyped-call]
+
+    def _schedule(self) -> None:
+        for scheduler in self.array.schedulers:
+            scheduler.step()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in self.array.streams.generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            self._forward()
+            self._backward()
+            self._optimizer.step()
+        return graph
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tree)

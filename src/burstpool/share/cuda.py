@@ -1,0 +1,414 @@
+"""Sharing one GPU: a foreground at a promised speed, background jobs in what it leaves.
+
+Everything is launched by one thread of one process, in this order for each step of the foreground:
+
+    1. the foreground's samples and its CUDA graphs, on a stream of high priority
+    2. as many short pieces of background work as the controller allows, on a stream of low priority, where they wait
+       for an event that the foreground's stream passes when the step, or a gap in it, begins
+    3. wait for the end of the *previous* step, and tell the controller how long it took
+
+The GPU always has a step queued, so nothing of 2 and 3 stands between two steps, and the device itself, not a thread,
+starts background work at the right moment. No lock is shared with anybody: samples of all jobs are loaded by processes
+of their own (`feeding.py`). What a piece costs the foreground is not assumed but measured (`budget.py`).
+
+A background job whose samples fail is restarted or ended alone; its state lives in memory that was taken before the
+foreground's first shared step and never grows. What this cannot isolate: an error that poisons the CUDA context, such
+as a device-side assertion in a background's kernel, ends the whole process.
+"""
+
+import collections
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from burstpool.errors import ShareError
+from burstpool.run.loading import Batch
+from burstpool.share.budget import Allowance, Budget, Controller, Gap, StepTaken
+from burstpool.share.feeding import Feeder
+from burstpool.share.pieces import Piece
+
+MOST_RESTARTS = 3
+"""How often a background job's loading may fail without a step in between."""
+_IN_FLIGHT = 2
+"""Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
+_FEED_TIMEOUT_S = 120.0
+_NAP_S = 20e-6
+
+
+class Steps(Protocol):
+    """A job's steps on a stream, in pieces: `GraphStep`, or a fused array's."""
+
+    stream: torch.cuda.Stream
+    pieces: list[Piece]
+    piece_times_s: list[float]
+    alone_s: float
+
+    @property
+    def warm_up_steps(self) -> int: ...
+    def warm_up(self, batches: Sequence[Sequence[Batch]]) -> torch.Tensor: ...
+    def capture(self) -> None: ...
+    def begin(self, batches: Sequence[Sequence[Batch]]) -> None: ...
+    def end(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A time in the foreground's step in which its device waits: the gap of a plan, replayed."""
+
+    length_s: float
+
+
+class JobAtWork:
+    """One job on the GPU: its steps, its samples, its losses."""
+
+    def __init__(self, name: str, steps: Steps, feeder: Feeder) -> None:
+        self.name, self.steps, self.feeder = name, steps, feeder
+        self.losses: list[list[float]] = []
+        """Of every finished step, one number for each model that is trained."""
+        self._late: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
+
+    def start(self) -> None:
+        """The eager steps, then the capture."""
+        while self.steps.warm_up_steps:
+            batch = self.wait_for_batch()
+            loss = self.steps.warm_up(batch)
+            self.feeder.used(self.steps.stream)
+            self.read_later(loss)
+        self.steps.capture()
+
+    def wait_for_batch(self) -> list[list[Batch]]:
+        """The next samples, waited for."""
+        deadline = time.monotonic() + _FEED_TIMEOUT_S
+        while (batch := self.feeder.take()) is None:
+            if time.monotonic() > deadline:
+                raise ShareError(f"no samples of {self.name} came within {_FEED_TIMEOUT_S:g} s")
+            time.sleep(_NAP_S)
+        return batch
+
+    def read_later(self, loss: torch.Tensor) -> None:
+        """Has a loss copied to the host without waiting for it."""
+        with torch.cuda.stream(self.steps.stream):
+            host = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            host.copy_(loss, non_blocking=True)
+            self._late.append((host, _recorded(self.steps.stream)))
+
+    def read(self, *, all_of_them: bool = False) -> bool:
+        """Takes in the losses that have arrived; whether all numbers were finite."""
+        finite = True
+        while self._late:
+            host, event = self._late[0]
+            if all_of_them:
+                event.synchronize()
+            elif not event.query():  # type: ignore[no-untyped-call]
+                break
+            self._late.popleft()
+            self.losses.append([float(x) for x in host.reshape(-1)])
+            finite = finite and all(map(math.isfinite, self.losses[-1]))
+        return finite
+
+
+class Background:
+    """A background job: hands out one piece after the other, as long as its samples come."""
+
+    def __init__(self, work: JobAtWork) -> None:
+        self.work = work
+        self.steps_done = 0
+        self.done_s = 0.0
+        """Work that was started, by its time alone."""
+        self.ended = ""
+        """Why it is not run any more; empty while it is."""
+        self._next = 0
+        self._failures = 0
+
+    @property
+    def next_s(self) -> float:
+        """How long the next piece takes alone."""
+        return self.work.steps.piece_times_s[self._next]
+
+    def launch(self) -> bool:
+        """Starts the next piece on the background's stream; False if it has nothing to do now."""
+        if self.ended or (self._next == 0 and not self._begin()):
+            return False
+        steps = self.work.steps
+        self.done_s += self.next_s
+        with torch.cuda.stream(steps.stream):
+            steps.pieces[self._next]()
+        self._next += 1
+        if self._next == len(steps.pieces):
+            self.work.read_later(steps.end())
+            self._next = 0
+            self.steps_done += 1
+            self._failures = 0
+        return True
+
+    def look_after(self) -> None:
+        """Ends it when its numbers have gone bad."""
+        if not self.work.read() and not self.ended:
+            self.end("the loss is not finite")
+
+    def end(self, reason: str) -> None:
+        """Never to be run again; its state stays."""
+        self.ended = reason
+        self.work.feeder.close()
+
+    def _begin(self) -> bool:
+        try:
+            batch = self.work.feeder.take()
+        except ShareError as error:
+            self._failures += 1
+            if self._failures > MOST_RESTARTS:
+                self.end(str(error))
+            else:
+                self.work.feeder.restart()
+            return False
+        if batch is None:
+            return False
+        self.work.steps.begin(batch)
+        self.work.feeder.used(self.work.steps.stream)
+        return True
+
+
+class Credit:
+    """Seconds that were allowed and not yet used: what is less than a piece is kept for the next step."""
+
+    def __init__(self) -> None:
+        self._left_s = 0.0
+
+    def add(self, allowed_s: float, *, piece_s: float) -> None:
+        """A step's allowance; no more than a piece's length is saved from earlier ones, lest work comes in bursts."""
+        self._left_s = min(self._left_s, piece_s) + allowed_s
+
+    def spend(self, piece_s: float) -> bool:
+        """Takes a piece's length off if there is enough."""
+        if piece_s > self._left_s:
+            return False
+        self._left_s -= piece_s
+        return True
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One step of the foreground on its way."""
+
+    end: torch.cuda.Event
+    alone: bool
+    overlapped_s: float = 0.0
+    in_gaps_s: float = 0.0
+    last_s: float = 0.0
+    """Length of the last background piece that was started with it."""
+    background_end: torch.cuda.Event | None = None
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether the step has ended and its background work has not."""
+        if self.background_end is None:
+            return False
+        return bool(self.end.query()) and not self.background_end.query()  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What the foreground's steps took."""
+
+    step_s: list[float] = field(default_factory=list)
+    """End of one step to the end of the next, all of them."""
+    alone: list[bool] = field(default_factory=list)
+    """Whether no background work ran in it."""
+    background_s: list[float] = field(default_factory=list)
+    """Background work in each, by its time alone."""
+
+    @property
+    def alone_s(self) -> float:
+        """Median of the steps alone."""
+        times = [t for t, alone in zip(self.step_s, self.alone, strict=True) if alone]
+        return statistics.median(times) if times else math.nan
+
+
+class SharedGpu:
+    """Runs a foreground and its backgrounds. One thread, one GPU."""
+
+    def __init__(
+        self,
+        foreground: JobAtWork,
+        backgrounds: Sequence[Background],
+        budget: Budget,
+        *,
+        program: Sequence[int | Idle] | None = None,
+        watch: Callable[["SharedGpu"], None] | None = None,
+    ) -> None:
+        """`program`: the foreground's pieces by number, and gaps between them; all pieces without gaps if None."""
+        self.foreground, self.backgrounds = foreground, list(backgrounds)
+        self._program = list(program) if program is not None else list(range(len(foreground.steps.pieces)))
+        self._watch = watch
+        gaps = [Gap(length_s=part.length_s) for part in self._program if isinstance(part, Idle)]
+        self.controller = Controller(budget, gaps=gaps)
+        self._allowance: Allowance = self.controller.allowance
+        self._overlapped, self._in_gap = Credit(), [Credit() for _ in gaps]
+        self._turn = 0
+        self._carried_s = 0.0
+        self._cycles_a_second = _cycles_a_second() if gaps else 0.0
+        self.measured = Measured()
+
+    def run(self, steps: int) -> None:
+        """So many steps of the foreground."""
+        previous: _Step | None = None
+        before: torch.cuda.Event | None = None
+        for _ in range(steps):
+            batch = self._next_batch(previous)
+            current, gates = self._launch_foreground(batch)
+            self._launch_background(current, gates)
+            if previous is not None:
+                self._settle(previous, before)
+                before = previous.end
+            previous = current
+            if self._watch is not None:
+                self._watch(self)
+        if previous is not None:
+            self._settle(previous, before)
+        torch.cuda.synchronize()
+        self.foreground.read(all_of_them=True)
+        for background in self.backgrounds:
+            background.work.read(all_of_them=True)
+
+    def _next_batch(self, previous: _Step | None) -> list[list[Batch]]:
+        """The foreground's samples; while they are missing and the GPU is idle, everything is the background's."""
+        deadline = time.monotonic() + _FEED_TIMEOUT_S
+        in_flight: collections.deque[torch.cuda.Event] = collections.deque()
+        while (batch := self.foreground.feeder.take()) is None:
+            if time.monotonic() > deadline:
+                raise ShareError(f"no samples of {self.foreground.name} came within {_FEED_TIMEOUT_S:g} s")
+            while in_flight and in_flight[0].query():  # type: ignore[no-untyped-call]
+                in_flight.popleft()
+            idle = previous is None or bool(previous.end.query())  # type: ignore[no-untyped-call]
+            free = idle and not self._allowance.alone and len(in_flight) < _IN_FLIGHT
+            if free and (background := self._pick()) is not None and background.launch():
+                in_flight.append(_recorded(background.work.steps.stream))
+            else:
+                time.sleep(_NAP_S)
+        return batch
+
+    def _launch_foreground(self, batch: list[list[Batch]]) -> tuple[_Step, list[torch.cuda.Event]]:
+        """Queues a step; returns it with the events that mark its beginning and the beginnings of its gaps."""
+        steps = self.foreground.steps
+        gates = [_recorded(steps.stream)]
+        steps.begin(batch)
+        self.foreground.feeder.used(steps.stream)
+        with torch.cuda.stream(steps.stream):
+            for part in self._program:
+                if isinstance(part, Idle):
+                    gates.append(_recorded(steps.stream))
+                    torch.cuda._sleep(int(part.length_s * self._cycles_a_second))  # type: ignore[no-untyped-call]
+                else:
+                    steps.pieces[part]()
+        self.foreground.read_later(steps.end())
+        return _Step(end=_recorded(steps.stream, timing=True), alone=self._allowance.alone), gates
+
+    def _launch_background(self, step: _Step, gates: Sequence[torch.cuda.Event]) -> None:
+        allowance = self._allowance
+        if self._carried_s > 0:
+            return  # what was started before has not ended yet
+        step.overlapped_s = self._fill(step, gates[0], self._overlapped, allowance.overlapped_s)
+        for gate, credit, seconds in zip(gates[1:], self._in_gap, allowance.gaps_s, strict=True):
+            step.in_gaps_s += self._fill(step, gate, credit, seconds)
+
+    def _fill(self, step: _Step, gate: torch.cuda.Event, credit: Credit, allowed_s: float) -> float:
+        """Starts pieces that wait for the gate; returns their seconds."""
+        background = self._pick()
+        if allowed_s <= 0 or background is None:
+            return 0.0
+        credit.add(allowed_s, piece_s=background.next_s)
+        started_s = 0.0
+        waiting: set[int] = set()
+        while background is not None and credit.spend(background.next_s):
+            stream, length_s = background.work.steps.stream, background.next_s
+            if stream.cuda_stream not in waiting:
+                stream.wait_event(gate)
+                waiting.add(stream.cuda_stream)
+            if not background.launch():
+                break
+            started_s += length_s
+            step.last_s, step.background_end = length_s, _recorded(stream)
+            background = self._pick()
+        return started_s
+
+    def _pick(self) -> Background | None:
+        """The background job that has got least so far."""
+        ready = [background for background in self.backgrounds if not background.ended]
+        return min(ready, key=lambda background: background.done_s) if ready else None
+
+    def _settle(self, step: _Step, before: torch.cuda.Event | None) -> None:
+        """Waits for a step's end and has the controller decide on the next one."""
+        step.end.synchronize()
+        carried_s, self._carried_s = self._carried_s, 0.0
+        if step.runs_on:
+            self._carried_s = min(step.last_s, step.overlapped_s + step.in_gaps_s)  # its last piece runs on
+        if before is not None:
+            time_s = before.elapsed_time(step.end) / 1e3
+            taken = StepTaken(time_s=time_s, overlapped_s=step.overlapped_s + carried_s, in_gaps_s=step.in_gaps_s)
+            self._allowance = self.controller.observe(taken)
+            self.measured.step_s.append(time_s)
+            self.measured.alone.append(taken.overlapped_s + taken.in_gaps_s == 0)
+            self.measured.background_s.append(taken.overlapped_s + taken.in_gaps_s)
+        self.foreground.read()
+        for background in self.backgrounds:
+            background.look_after()
+
+
+@contextlib.contextmanager
+def alone_in_a_group() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process only, as the executor's setup wants one."""
+    if dist.is_initialized():
+        raise ShareError("this process is a member of a process group already; share a GPU from a process of its own")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """One of the highest priority, one of the lowest."""
+    least, greatest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+    high = torch.cuda.Stream(device, priority=min(least, greatest))  # type: ignore[no-untyped-call]
+    low = torch.cuda.Stream(device, priority=max(least, greatest))  # type: ignore[no-untyped-call]
+    return high, low
+
+
+def start_background(work: JobAtWork, *, memory_bytes: int | None) -> Background:
+    """Makes a background ready within a limit of device memory; raises ShareError or CaptureError if it cannot be."""
+    device = work.steps.stream.device
+    total = torch.cuda.get_device_properties(device).total_memory
+    taken = torch.cuda.memory_reserved(device)
+    if memory_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(min((taken + memory_bytes) / total, 1.0), device)
+    try:
+        work.start()
+    except torch.OutOfMemoryError as error:
+        raise ShareError(f"background {work.name} needs more than {memory_bytes} bytes of the GPU's memory") from error
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    return Background(work)
+
+
+def _cycles_a_second() -> float:
+    """Of the clock that `torch.cuda._sleep` counts, measured."""
+    cycles = 20_000_000
+    begin = _recorded(torch.cuda.current_stream(), timing=True)
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    end = _recorded(torch.cuda.current_stream(), timing=True)
+    end.synchronize()
+    return cycles / (float(begin.elapsed_time(end)) / 1e3)
+
+
+def _recorded(stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

@@ -1,0 +1,189 @@
+"""A job's training step on one GPU, captured as short CUDA graphs that are replayed one by one.
+
+The step is the executor's own on one device, captured whole and cut into graphs of about the wanted length. Cutting
+changes no kernel, so the job trains as it would alone. The first steps are called eagerly, because libraries choose
+kernels and optimizers make their state in them; they are steps of the training like any other.
+"""
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from burstpool.errors import CaptureError
+from burstpool.job import Job
+from burstpool.run.even import even_plan
+from burstpool.run.graphs import WARM_UP_STEPS, StepGraphs
+from burstpool.run.loading import Batch
+from burstpool.run.options import RunOptions
+from burstpool.run.setup import Seat, set_up, trace_job
+from burstpool.run.torchrun import Silent
+from burstpool.schedule.lower import lower
+from burstpool.share.pieces import CutGraph, Piece
+
+_REPEATS = 6
+"""Replays of the whole step when its pieces are timed."""
+_BLIND_CYCLES = 2_000_000
+"""For about a millisecond the device spins while the host queues a step: it then never waits for the host."""
+
+
+class GraphStep:
+    """A job at work on a stream."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        stream: torch.cuda.Stream,
+        control: dist.ProcessGroup,
+        piece_s: float = math.inf,
+        autocast: Literal["bf16"] | None = None,
+    ) -> None:
+        """Builds and traces the model; `warm_up` as many times as `warm_up_steps` says, then `capture`."""
+        self.job, self.stream, self._piece_s = job, stream, piece_s
+        options = RunOptions(device="cuda", autocast=autocast)
+        traced = trace_job(job)
+        plan = even_plan(traced.graph, num_devices=1, batch=job.batch, name=job.name)
+        seat = Seat(device=0, on=stream.device, backend="gloo", control=control, doing=Silent())
+        before = torch.cuda.current_stream()
+        try:
+            self.executor, self._loader = set_up(job, plan, lower(plan, traced.graph), options, seat, traced=traced)
+        finally:
+            torch.cuda.set_stream(before)
+        self.executor.wants_graphs = False  # captured here, in pieces
+        self.step = 0
+        """Steps that have begun."""
+        self._graphs: StepGraphs | None = None
+        self.pieces: list[Piece] = []
+        """What a step does, in order, after `begin`; on this step's stream."""
+        self.piece_times_s: list[float] = []
+        """How long each takes alone."""
+        self.alone_s = math.nan
+        """How long a step takes alone."""
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Eager steps that are missing before the capture."""
+        return max(WARM_UP_STEPS - self.step, 0)
+
+    def warm_up(self, batches: Sequence[Sequence[Batch]]) -> torch.Tensor:
+        """One eager step; returns the loss."""
+        with torch.cuda.stream(self.stream):
+            loaded = self._loader.move(self._loader.name(batches))
+            loss = self.executor.run(self.step, loaded)
+            self._example = loaded
+        self.step += 1
+        assert loss is not None
+        return loss
+
+    def capture(self) -> None:
+        """Makes `pieces`; raises CaptureError where a graph cannot hold the step. Trains nothing."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream), kept(self.state()):
+            offset = _default_offset(self.stream.device)
+            self._graphs = graphs = self.executor.capture(self._example, keep_graphs=True)
+            self._cut = []
+            self.pieces = []
+            for piece in graphs.pieces:
+                graph = graphs.graph_of(piece)
+                if graph is None:  # what the host does itself, such as an optimizer that cannot be captured
+                    self.pieces.append(piece)
+                else:
+                    self._cut.append(CutGraph(graph, target_s=self._piece_s, timed=self._timed))
+                    self.pieces += self._cut[-1].pieces
+            self.piece_times_s = self._timed(self.pieces)
+            self.alone_s = times_of_steps(self.pieces, lambda: graphs.begin(self.step, self._example))
+            if _default_offset(self.stream.device) != offset:
+                raise CaptureError(
+                    "its layers draw from torch's own random stream, which another job may draw from too"
+                )
+
+    def begin(self, batches: Sequence[Sequence[Batch]]) -> None:
+        """Puts the next step's samples in place, from pinned memory; `pieces` are to follow."""
+        assert self._graphs is not None
+        self.executor.begin(self.step)
+        with torch.cuda.stream(self.stream):
+            self._graphs.begin(self.step, self._loader.name(batches))
+
+    def end(self) -> torch.Tensor:
+        """After the last piece: the loss, which the next step overwrites."""
+        assert self._graphs is not None
+        assert self._graphs.loss is not None
+        with torch.cuda.stream(self.stream):
+            self.executor.update.end_step()
+        self.step += 1
+        return self._graphs.loss
+
+    def state(self) -> list[torch.Tensor]:
+        """Everything that training changes, where it is."""
+        model, optimizer = self.executor.part.traced.model, self.executor.update.optimizer
+        tensors = [*model.parameters(), *model.buffers()]
+        if optimizer is not None:
+            slots = (slot for slots in optimizer.state.values() for slot in slots.values())
+            tensors += [slot for slot in slots if isinstance(slot, torch.Tensor)]
+        return [tensor.detach() for tensor in tensors]
+
+    def _timed(self, pieces: Sequence[Piece]) -> list[float]:
+        assert self._graphs is not None
+        graphs = self._graphs
+        return times_of_pieces(pieces, lambda: graphs.begin(self.step, self._example))
+
+
+def times_of_pieces(pieces: Sequence[Piece], begin: Callable[[], None]) -> list[float]:
+    """Seconds of each piece on the current stream, the smallest of some; `begin` precedes each step."""
+    best = [math.inf] * len(pieces)
+    for _ in range(_REPEATS):
+        begin()
+        torch.cuda._sleep(_BLIND_CYCLES)  # type: ignore[no-untyped-call]
+        marks = [_mark()]
+        for piece in pieces:
+            piece()
+            marks.append(_mark())
+        torch.cuda.synchronize()
+        best = [min(pair) for pair in zip(best, _seconds_between(marks), strict=True)]
+    return best
+
+
+def times_of_steps(pieces: Sequence[Piece], begin: Callable[[], None]) -> float:
+    """Seconds of a whole step on the current stream, one after the other as fast as they go."""
+    torch.cuda._sleep(_BLIND_CYCLES)  # type: ignore[no-untyped-call]
+    marks = [_mark()]
+    for _ in range(_REPEATS):
+        begin()
+        for piece in pieces:
+            piece()
+        marks.append(_mark())
+    torch.cuda.synchronize()
+    return statistics.median(_seconds_between(marks))
+
+
+@contextlib.contextmanager
+def kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What is replayed inside leaves no trace in these tensors."""
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, old in zip(tensors, saved, strict=True):
+            tensor.copy_(old)
+        torch.cuda.synchronize()
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_between(marks: Sequence[torch.cuda.Event]) -> list[float]:
+    return [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(marks)]
+
+
+def _default_offset(device: torch.device) -> int:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return int(torch.cuda.default_generators[index].get_offset())

@@ -1,0 +1,154 @@
+"""Cutting a captured CUDA graph into pieces that are launched one by one.
+
+Takes a torch.cuda.CUDAGraph that was captured with `keep_graph=True` and not replayed yet. The nodes are put in an
+order in which they could run one after the other, and cut into consecutive runs; each run becomes a graph of its own
+with the same kernels on the same memory. Launched in order on one stream, the pieces do what the whole would: what a
+node needs is in its own piece, joined by its edges, or in an earlier one.
+
+torch has no call for this, so the driver's own are used by way of ctypes; they are part of its stable interface. The
+first piece is launched by torch, which also moves the random streams on as a replay of the whole would.
+"""
+
+import ctypes
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from burstpool.errors import CaptureError
+
+Piece = Callable[[], object]
+"""Launches it on the current stream."""
+
+_Handle = ctypes.c_void_p
+_MOST_PROBES = 200
+"""Pieces that are timed to see where to cut."""
+
+
+def cut_after(times_s: Sequence[float], target_s: float) -> list[int]:
+    """Where to end pieces, in places of `times_s`, so that each is about `target_s` long. Pure.
+
+    A piece ends where its length is nearest to the target; what is longer by itself stays whole.
+    """
+    ends, length_s = [], 0.0
+    for place, time_s in enumerate(times_s):
+        if length_s and abs(length_s + time_s - target_s) > abs(length_s - target_s):
+            ends.append(place - 1)
+            length_s = 0.0
+        length_s += time_s
+    return ends
+
+
+def sorted_nodes(nodes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """An order in which every node comes after those it needs, otherwise as they were captured. Pure."""
+    missing = dict.fromkeys(nodes, 0)
+    takers = defaultdict(list)
+    for before, after in edges:
+        takers[before].append(after)
+        missing[after] += 1
+    ready = [node for node in reversed(nodes) if not missing[node]]
+    order = []
+    while ready:
+        node = ready.pop()
+        order.append(node)
+        for taker in reversed(takers[node]):
+            missing[taker] -= 1
+            if not missing[taker]:
+                ready.append(taker)
+    return order
+
+
+class CutGraph:
+    """A captured graph as pieces. Owns what it launches: keep it as long as its pieces are used."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, *, target_s: float, timed: Callable[[Sequence[Piece]], list[float]]
+    ) -> None:
+        """Pieces of about `target_s`; `timed` replays some pieces and says how long each took."""
+        self._graph = graph
+        self._executables: list[_Handle] = []
+        raw = _Handle(graph.raw_cuda_graph())
+        nodes = _ordered(raw)
+        self.pieces: list[Piece] = []
+        ends: list[int] = []
+        if math.isfinite(target_s) and len(nodes) > 1:
+            bounds = [*range(0, len(nodes), max(len(nodes) // _MOST_PROBES, 1)), len(nodes)]
+            times_s = timed(self._made(raw, nodes, bounds))
+            self._free()
+            ends = [bounds[place + 1] for place in cut_after(times_s, target_s)]
+        rest = self._made(raw, nodes, [*ends, len(nodes)]) if ends else []
+        for node in nodes[ends[0] :] if ends else ():
+            _call("cuGraphDestroyNode", node)
+        graph.instantiate()
+        self.pieces = [graph.replay, *rest]
+
+    def __del__(self) -> None:
+        self._free()
+
+    def _made(self, graph: _Handle, nodes: Sequence[_Handle], bounds: Sequence[int]) -> list[Piece]:
+        """Pieces of the nodes between neighbouring bounds; halves again and again, so that copying stays cheap."""
+        if len(bounds) == 2:
+            executable = _Handle()
+            own, _ = _copied(graph, nodes, bounds[0], bounds[1])
+            _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), own, ctypes.c_ulonglong(0))
+            _call("cuGraphDestroy", own)
+            self._executables.append(executable)
+            return [functools.partial(_launch, executable)]
+        middle = len(bounds) // 2
+        pieces = []
+        for part in (bounds[: middle + 1], bounds[middle:]):
+            own, kept = _copied(graph, nodes, part[0], part[-1])
+            pieces += self._made(own, kept, [bound - part[0] for bound in part])
+            _call("cuGraphDestroy", own)
+        return pieces
+
+    def _free(self) -> None:
+        for executable in self._executables:
+            _call("cuGraphExecDestroy", executable)
+        self._executables = []
+
+
+def _ordered(graph: _Handle) -> list[_Handle]:
+    """All nodes, in an order in which they could run."""
+    count = ctypes.c_size_t()
+    _call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+    nodes = (_Handle * count.value)()
+    _call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    # The second form of the call: some edges say that a kernel may begin before the one it needs has ended.
+    _call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
+    before, after, how = (_Handle * count.value)(), (_Handle * count.value)(), (ctypes.c_uint64 * count.value)()
+    _call("cuGraphGetEdges_v2", graph, before, after, how, ctypes.byref(count))
+    order = sorted_nodes([n or 0 for n in nodes], [(a or 0, b or 0) for a, b in zip(before, after, strict=True)])
+    return [_Handle(node) for node in order]
+
+
+def _copied(graph: _Handle, nodes: Sequence[_Handle], start: int, stop: int) -> tuple[_Handle, list[_Handle]]:
+    """A copy of the graph with the nodes from `start` to `stop` only, and these in order."""
+    copy = _Handle()
+    _call("cuGraphClone", ctypes.byref(copy), graph)
+    kept = []
+    for place, node in enumerate(nodes):
+        twin = _Handle()
+        _call("cuGraphNodeFindInClone", ctypes.byref(twin), node, copy)
+        if start <= place < stop:
+            kept.append(twin)
+        else:
+            _call("cuGraphDestroyNode", twin)
+    return copy, kept
+
+
+def _launch(executable: _Handle) -> None:
+    _call("cuGraphLaunch", executable, _Handle(torch.cuda.current_stream().cuda_stream))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if status := getattr(_driver(), name)(*arguments):
+        raise CaptureError(f"{name} of the CUDA driver failed with status {status}")

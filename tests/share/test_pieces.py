@@ -1,0 +1,36 @@
+"""Pieces of a step are about as long as asked for, and can run one after the other."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burstpool.share.pieces import cut_after, sorted_nodes
+
+
+def lengths(times: list[float], ends: list[int]) -> list[float]:
+    starts = [0, *(end + 1 for end in ends)]
+    stops = [*(end + 1 for end in ends), len(times)]
+    return [sum(times[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+
+def test_pieces_end_where_they_are_nearest_to_the_target() -> None:
+    assert cut_after([1.0, 1.0, 1.0, 1.0, 1.0], 2.0) == [1, 3]
+    assert cut_after([5.0, 0.1, 0.1, 5.0], 1.0) == [0, 2]
+    assert cut_after([0.1, 0.1], 1.0) == []
+
+
+@given(st.lists(st.floats(1e-6, 1e-2), min_size=1, max_size=60), st.floats(1e-5, 1e-2))
+def test_no_piece_of_several_is_longer_than_it_must_be(times: list[float], target: float) -> None:
+    ends = cut_after(times, target)
+    assert ends == sorted(set(ends))
+    for length in lengths(times, ends):
+        assert length <= target + max(times)
+    # A cut is only made where going on would lead further away from the target.
+    assert len(ends) <= sum(times) / (target / 2) + sum(time > target / 2 for time in times) + 1
+
+
+@given(st.sets(st.tuples(st.integers(0, 20), st.integers(0, 20)).filter(lambda edge: edge[0] < edge[1])))
+def test_nodes_come_after_what_they_need(edges: set[tuple[int, int]]) -> None:
+    shuffled = sorted(range(21), key=lambda node: node * 8 % 21)
+    order = sorted_nodes(shuffled, sorted(edges))
+    assert sorted(order) == list(range(21))
+    assert all(order.index(before) < order.index(after) for before, after in edges)
