@@ -37,7 +37,7 @@ FOREGROUNDS = (
 BACKGROUNDS = "resnet50:32,resnet18:8,array:16"
 BUDGETS = (1.05, 1.10, 1.20)
 MPS_PERCENT = (100, 50, 30, 10)
-LEAD_S = 0.3
+LEAD_S = 0.15
 """How long a background process runs before the foreground's."""
 MPS_FOLDER = "/tmp/burstpool-mps"
 ARRAY_MEMBERS = 16
@@ -93,7 +93,7 @@ def at_work(which: Which, control: Any, stream: Any, piece_s: float) -> Any:
 
     from burstpool.job import load_job
     from burstpool.share.array_steps import ArrayStep
-    from burstpool.share.cuda import JobAtWork
+    from burstpool.share.gpu import JobAtWork
     from burstpool.share.graph_steps import GraphStep
 
     if which.name == "array":
@@ -123,7 +123,7 @@ def prepare() -> None:
 
 def play(which: Which, pipe: Connection) -> None:
     """Builds the job, then replays it for as long as it is told."""
-    from burstpool.share.cuda import alone_in_a_group, streams
+    from burstpool.share.gpu import alone_in_a_group, streams
 
     prepare()
     with alone_in_a_group() as control:
@@ -216,7 +216,7 @@ def compared(times: Sequence[float], alone_s: float, kept: float) -> dict[str, f
 
 def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
     """Builds all jobs, then does what it is told: (way, background, budget, seconds)."""
-    from burstpool.share.cuda import Background, alone_in_a_group, streams
+    from burstpool.share.gpu import BackgroundWork, alone_in_a_group, streams
 
     prepare()
     with alone_in_a_group() as control:
@@ -237,9 +237,9 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
             work.losses.clear()
             try:
                 if way == "ours":
-                    answer = ours(foreground, Background(work), budget, seconds, None)
+                    answer = ours(foreground, BackgroundWork(work), budget, seconds, None)
                 elif way == "gaps":
-                    answer = ours(foreground, Background(work), budget, seconds, gaps_of(which, foreground))
+                    answer = ours(foreground, BackgroundWork(work), budget, seconds, gaps_of(which, foreground))
                 elif way == "priority":
                     answer = free(foreground.steps.pieces, high, foreground.steps.alone_s, work, seconds)
                 else:
@@ -252,7 +252,7 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
 def ours(foreground: Any, background: Any, budget: float, seconds: float, program: Any) -> dict[str, Any]:
     """Held by the controller, next to the foreground alone before and after."""
     from burstpool.share.budget import Budget
-    from burstpool.share.cuda import Idle, SharedGpu
+    from burstpool.share.gpu import Idle, SharedGpu
 
     def alone(share_of_time: float) -> list[float]:
         gpu = SharedGpu(foreground, (), Budget(slowdown=budget), program=program)
@@ -261,6 +261,7 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
 
     idle_s = sum(part.length_s for part in program or () if isinstance(part, Idle))
     step_s = foreground.steps.alone_s + idle_s
+    plain_s = plain_loop(foreground.steps, foreground.feeder, 40) if program is None else 0.0
     before = alone(0.15)
     begun = time.monotonic()
     gpu = SharedGpu(foreground, (background,), Budget(slowdown=budget), program=program)
@@ -277,9 +278,30 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
         "took_s": took_s,
         "background_steps": background.steps_done,
         "gap_share": idle_s / step_s,
+        "launch_overhead": alone_s / plain_s - 1 if plain_s else None,
         "overlap_cost": gpu.controller.overlap_cost.value,
         "base_error": gpu.controller.alone_s / alone_s - 1,
     }
+
+
+def plain_loop(steps: Any, feeder: Any, count: int) -> float:
+    """Seconds of a step in the usual training loop over the same graphs: no events, no controller."""
+    marks = []
+    losses: collections.deque[Any] = collections.deque()
+    for _ in range(count):
+        steps.begin(feeder.take())
+        with torch.cuda.stream(steps.stream):
+            for piece in steps.pieces:
+                piece()
+        loss = steps.end()
+        with torch.cuda.stream(steps.stream):
+            losses.append(torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True))
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record(steps.stream)
+        if len(marks) > 2:
+            marks[-2].synchronize()
+    torch.cuda.synchronize()
+    return statistics.mean(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks[5:]))
 
 
 def on_plain_stream(work: Any, plain: Any) -> list[Any]:
@@ -344,7 +366,7 @@ def gaps_of(which: Which, foreground: Any) -> list[Any]:
     The plan is made for eight times the foreground's batch from the profile measured on this kind of GPU; its device
     with the median gap time is taken, and each of its gaps put where the same share of the step's compute is done.
     """
-    from burstpool.share.cuda import Idle
+    from burstpool.share.gpu import Idle
 
     busy, gaps = gaps_of_plan(which)
     done = list(itertools.accumulate(foreground.steps.piece_times_s))
@@ -411,7 +433,11 @@ def start_mps() -> bool:
     os.makedirs(f"{MPS_FOLDER}/pipe", exist_ok=True)
     os.makedirs(f"{MPS_FOLDER}/log", exist_ok=True)
     environment = {**os.environ, **mps_environment()}
-    return subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=False).returncode == 0
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=False)
+    asked = subprocess.run(
+        ["nvidia-cuda-mps-control"], input="get_server_list\n", text=True, env=environment, check=False
+    )
+    return asked.returncode == 0
 
 
 def mps_environment() -> dict[str, str]:
@@ -464,7 +490,7 @@ def main() -> None:
         if sharer is not None:
             for way in ("streams", "priority"):
                 if way in ways:
-                    note(foreground, background, way, sharer.do(way, background, 0, min(args.seconds, 1.0)))
+                    note(foreground, background, way, sharer.do(way, background, 0, min(args.seconds, 0.6)))
             for budget in budgets if "ours" in ways else ():
                 note(foreground, background, f"ours {budget:.2f}", sharer.do("ours", background, budget, args.seconds))
             if "gaps" in ways:
@@ -472,15 +498,17 @@ def main() -> None:
         if "processes" in ways:
             pair = players["process", str(foreground)], players["process", str(background)]
             own = rates["process", str(background)]
-            note(foreground, background, "processes", two_processes(*pair, min(args.seconds, 1.0), own))
+            note(foreground, background, "processes", two_processes(*pair, min(args.seconds, 0.6), own))
         for percent in MPS_PERCENT if with_mps else ():
             pair = players["mps", str(foreground)], players[percent, str(background)]
             own = rates[100, str(background)]
-            note(foreground, background, f"MPS {percent}%", two_processes(*pair, min(args.seconds, 1.0), own))
-    if with_mps:
-        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env={**os.environ, **mps_environment()})
+            note(foreground, background, f"MPS {percent}%", two_processes(*pair, min(args.seconds, 0.6), own))
     for process in (*sharers.values(), *players.values()):
         process.process.kill()
+        process.process.join()
+    if with_mps:
+        environment = {**os.environ, **mps_environment()}
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False)
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
 
 

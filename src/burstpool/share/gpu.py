@@ -22,8 +22,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,7 @@ class JobAtWork:
         return finite
 
 
-class Background:
+class BackgroundWork:
     """A background job: hands out one piece after the other, as long as its samples come."""
 
     def __init__(self, work: JobAtWork) -> None:
@@ -193,24 +193,15 @@ class Credit:
         return True
 
 
-@dataclass(slots=True, kw_only=True)
-class _Step:
-    """One step of the foreground on its way."""
+class _Launched(NamedTuple):
+    """A background piece that was started and may not have ended."""
 
     end: torch.cuda.Event
-    alone: bool
-    overlapped_s: float = 0.0
-    in_gaps_s: float = 0.0
-    last_s: float = 0.0
-    """Length of the last background piece that was started with it."""
-    background_end: torch.cuda.Event | None = None
-
-    @property
-    def runs_on(self) -> bool:
-        """Whether the step has ended and its background work has not."""
-        if self.background_end is None:
-            return False
-        return bool(self.end.query()) and not self.background_end.query()  # type: ignore[no-untyped-call]
+    length_s: float
+    """By its time alone."""
+    in_gap: bool
+    step: int
+    """The foreground's step with which it was started."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -219,15 +210,13 @@ class Measured:
 
     step_s: list[float] = field(default_factory=list)
     """End of one step to the end of the next, all of them."""
-    alone: list[bool] = field(default_factory=list)
-    """Whether no background work ran in it."""
     background_s: list[float] = field(default_factory=list)
-    """Background work in each, by its time alone."""
+    """Background work in each, by its time alone; 0 for steps that ran alone."""
 
     @property
     def alone_s(self) -> float:
         """Median of the steps alone."""
-        times = [t for t, alone in zip(self.step_s, self.alone, strict=True) if alone]
+        times = [time_s for time_s, work_s in zip(self.step_s, self.background_s, strict=True) if not work_s]
         return statistics.median(times) if times else math.nan
 
 
@@ -237,7 +226,7 @@ class SharedGpu:
     def __init__(
         self,
         foreground: JobAtWork,
-        backgrounds: Sequence[Background],
+        backgrounds: Sequence[BackgroundWork],
         budget: Budget,
         *,
         program: Sequence[int | Idle] | None = None,
@@ -252,32 +241,32 @@ class SharedGpu:
         self._allowance: Allowance = self.controller.allowance
         self._overlapped, self._in_gap = Credit(), [Credit() for _ in gaps]
         self._turn = 0
-        self._carried_s = 0.0
+        self._launched: collections.deque[_Launched] = collections.deque()
         self._cycles_a_second = _cycles_a_second() if gaps else 0.0
         self.measured = Measured()
 
-    def run(self, steps: int) -> None:
-        """So many steps of the foreground."""
-        previous: _Step | None = None
-        before: torch.cuda.Event | None = None
-        for _ in range(steps):
-            batch = self._next_batch(previous)
-            current, gates = self._launch_foreground(batch)
-            self._launch_background(current, gates)
-            if previous is not None:
-                self._settle(previous, before)
-                before = previous.end
-            previous = current
+    def run(self, steps: int, *, stop: Callable[[], bool] = lambda: False) -> None:
+        """So many steps of the foreground, or until asked to stop."""
+        ends: list[torch.cuda.Event] = []
+        for step in range(steps):
+            if stop():
+                break
+            batch = self._next_batch(ends[-1] if ends else None)
+            end, gates = self._launch_foreground(batch)
+            self._launch_background(step, gates)
+            ends = [*ends[-2:], end]
+            if len(ends) > 1:
+                self._settle(step - 1, ends[:-1])
             if self._watch is not None:
                 self._watch(self)
-        if previous is not None:
-            self._settle(previous, before)
+        if ends:
+            self._settle(step, ends[-2:])
         torch.cuda.synchronize()
         self.foreground.read(all_of_them=True)
         for background in self.backgrounds:
             background.work.read(all_of_them=True)
 
-    def _next_batch(self, previous: _Step | None) -> list[list[Batch]]:
+    def _next_batch(self, previous: torch.cuda.Event | None) -> list[list[Batch]]:
         """The foreground's samples; while they are missing and the GPU is idle, everything is the background's."""
         deadline = time.monotonic() + _FEED_TIMEOUT_S
         in_flight: collections.deque[torch.cuda.Event] = collections.deque()
@@ -286,7 +275,7 @@ class SharedGpu:
                 raise ShareError(f"no samples of {self.foreground.name} came within {_FEED_TIMEOUT_S:g} s")
             while in_flight and in_flight[0].query():  # type: ignore[no-untyped-call]
                 in_flight.popleft()
-            idle = previous is None or bool(previous.end.query())  # type: ignore[no-untyped-call]
+            idle = previous is None or bool(previous.query())  # type: ignore[no-untyped-call]
             free = idle and not self._allowance.alone and len(in_flight) < _IN_FLIGHT
             if free and (background := self._pick()) is not None and background.launch():
                 in_flight.append(_recorded(background.work.steps.stream))
@@ -294,8 +283,8 @@ class SharedGpu:
                 time.sleep(_NAP_S)
         return batch
 
-    def _launch_foreground(self, batch: list[list[Batch]]) -> tuple[_Step, list[torch.cuda.Event]]:
-        """Queues a step; returns it with the events that mark its beginning and the beginnings of its gaps."""
+    def _launch_foreground(self, batch: list[list[Batch]]) -> tuple[torch.cuda.Event, list[torch.cuda.Event]]:
+        """Queues a step; returns the events that mark its end, and its beginning and those of its gaps."""
         steps = self.foreground.steps
         gates = [_recorded(steps.stream)]
         steps.begin(batch)
@@ -308,23 +297,24 @@ class SharedGpu:
                 else:
                     steps.pieces[part]()
         self.foreground.read_later(steps.end())
-        return _Step(end=_recorded(steps.stream, timing=True), alone=self._allowance.alone), gates
+        return _recorded(steps.stream, timing=True), gates
 
-    def _launch_background(self, step: _Step, gates: Sequence[torch.cuda.Event]) -> None:
-        allowance = self._allowance
-        if self._carried_s > 0:
-            return  # what was started before has not ended yet
-        step.overlapped_s = self._fill(step, gates[0], self._overlapped, allowance.overlapped_s)
-        for gate, credit, seconds in zip(gates[1:], self._in_gap, allowance.gaps_s, strict=True):
-            step.in_gaps_s += self._fill(step, gate, credit, seconds)
+    def _launch_background(self, step: int, gates: Sequence[torch.cuda.Event]) -> None:
+        """Starts what this step allows, less what earlier ones started and the GPU has not got round to."""
+        behind_s = sum(piece.length_s for piece in self._launched if piece.step < step - 1)
+        allowed = [(gates[0], self._overlapped, self._allowance.overlapped_s, False)]
+        allowed += [(*rest, True) for rest in zip(gates[1:], self._in_gap, self._allowance.gaps_s, strict=True)]
+        for gate, credit, allowed_s, in_gap in allowed:
+            less_s = min(behind_s, allowed_s)
+            behind_s -= less_s
+            self._fill(step, gate, credit, allowed_s - less_s, in_gap=in_gap)
 
-    def _fill(self, step: _Step, gate: torch.cuda.Event, credit: Credit, allowed_s: float) -> float:
-        """Starts pieces that wait for the gate; returns their seconds."""
+    def _fill(self, step: int, gate: torch.cuda.Event, credit: Credit, allowed_s: float, *, in_gap: bool) -> None:
+        """Starts pieces that wait for the gate."""
         background = self._pick()
         if allowed_s <= 0 or background is None:
-            return 0.0
+            return
         credit.add(allowed_s, piece_s=background.next_s)
-        started_s = 0.0
         waiting: set[int] = set()
         while background is not None and credit.spend(background.next_s):
             stream, length_s = background.work.steps.stream, background.next_s
@@ -332,33 +322,37 @@ class SharedGpu:
                 stream.wait_event(gate)
                 waiting.add(stream.cuda_stream)
             if not background.launch():
-                break
-            started_s += length_s
-            step.last_s, step.background_end = length_s, _recorded(stream)
+                return
+            self._launched.append(_Launched(_recorded(stream), length_s, in_gap, step))
             background = self._pick()
-        return started_s
 
-    def _pick(self) -> Background | None:
+    def _pick(self) -> BackgroundWork | None:
         """The background job that has got least so far."""
         ready = [background for background in self.backgrounds if not background.ended]
         return min(ready, key=lambda background: background.done_s) if ready else None
 
-    def _settle(self, step: _Step, before: torch.cuda.Event | None) -> None:
+    def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
         """Waits for a step's end and has the controller decide on the next one."""
-        step.end.synchronize()
-        carried_s, self._carried_s = self._carried_s, 0.0
-        if step.runs_on:
-            self._carried_s = min(step.last_s, step.overlapped_s + step.in_gaps_s)  # its last piece runs on
-        if before is not None:
-            time_s = before.elapsed_time(step.end) / 1e3
-            taken = StepTaken(time_s=time_s, overlapped_s=step.overlapped_s + carried_s, in_gaps_s=step.in_gaps_s)
-            self._allowance = self.controller.observe(taken)
-            self.measured.step_s.append(time_s)
-            self.measured.alone.append(taken.overlapped_s + taken.in_gaps_s == 0)
-            self.measured.background_s.append(taken.overlapped_s + taken.in_gaps_s)
+        ends[-1].synchronize()
+        done_s = {False: 0.0, True: 0.0}
+        while self._launched and self._launched[0].end.query():  # type: ignore[no-untyped-call]
+            piece = self._launched.popleft()
+            done_s[piece.in_gap] += piece.length_s
+        if len(ends) > 1:
+            time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
+            self._observe(StepTaken(time_s=time_s, overlapped_s=done_s[False], in_gaps_s=done_s[True]), step)
         self.foreground.read()
         for background in self.backgrounds:
             background.look_after()
+
+    def _observe(self, taken: StepTaken, step: int) -> None:
+        """A step in which nothing ended may still have had a part of a long piece in it: then it was not alone."""
+        under_way = next((piece for piece in self._launched if piece.step <= step), None)
+        if under_way is not None and taken.overlapped_s + taken.in_gaps_s == 0:
+            taken = replace(taken, overlapped_s=min(under_way.length_s, taken.time_s) / 2)
+        self._allowance = self.controller.observe(taken)
+        self.measured.step_s.append(taken.time_s)
+        self.measured.background_s.append(taken.overlapped_s + taken.in_gaps_s)
 
 
 @contextlib.contextmanager
@@ -382,7 +376,7 @@ def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]
     return high, low
 
 
-def start_background(work: JobAtWork, *, memory_bytes: int | None) -> Background:
+def start_background(work: JobAtWork, *, memory_bytes: int | None) -> BackgroundWork:
     """Makes a background ready within a limit of device memory; raises ShareError or CaptureError if it cannot be."""
     device = work.steps.stream.device
     total = torch.cuda.get_device_properties(device).total_memory
@@ -395,7 +389,7 @@ def start_background(work: JobAtWork, *, memory_bytes: int | None) -> Background
         raise ShareError(f"background {work.name} needs more than {memory_bytes} bytes of the GPU's memory") from error
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    return Background(work)
+    return BackgroundWork(work)
 
 
 def _cycles_a_second() -> float:
