@@ -111,7 +111,7 @@ def test_a_background_that_fails_ends_alone(control: dist.ProcessGroup, fault: s
     shared.run(STEPS)
     deadline = time.monotonic() + 40
     while not background.ended and time.monotonic() < deadline:
-        background.launch()
+        background.launch(None)
         background.look_after()
     foreground.feeder.close()
     assert background.ended
@@ -130,4 +130,4 @@ def test_nothing_is_launched_for_a_background_that_has_ended(control: dist.Proce
     _, low = streams(torch.device("cuda", 0))
     background = BackgroundWork(at_work("zoo:tiny_mlp", control, low))
     background.end("asked to")
-    assert not background.launch()
+    assert background.launch(None) is None

@@ -40,6 +40,7 @@ _IN_FLIGHT = 2
 """Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
 _FEED_TIMEOUT_S = 120.0
 _NAP_S = 20e-6
+_KEPT_SPANS = 40
 
 
 class Steps(Protocol):
@@ -74,9 +75,9 @@ class JobAtWork:
         """Of every finished step, one number for each model that is trained."""
         self._late: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
 
-    def start(self) -> None:
-        """The eager steps, then the capture."""
-        while self.steps.warm_up_steps:
+    def start(self, *, most_steps: int | None = None) -> None:
+        """The eager steps, `most_steps` at most, then the capture."""
+        while self.steps.warm_up_steps and (most_steps is None or len(self._late) < most_steps):
             batch = self.wait_for_batch()
             loss = self.steps.warm_up(batch)
             self.feeder.used(self.steps.stream)
@@ -114,49 +115,120 @@ class JobAtWork:
         return finite
 
 
+class Marker(Protocol):
+    """Tells whether something that was started has ended; a CUDA event is one."""
+
+    def query(self) -> bool:
+        """Whether it has."""
+        ...
+
+
+class Filler(Protocol):
+    """A background job, whoever runs it: starts one piece of its work after the other."""
+
+    name: str
+    ended: str
+    """Why it is not run any more; empty while it is."""
+    done_s: float
+    """Work that was started, by its time alone."""
+    steps_done: int
+
+    @property
+    def next_s(self) -> float:
+        """How long the next piece takes alone."""
+        ...
+
+    def launch(self, gate: torch.cuda.Event | None) -> Marker | None:
+        """Starts the next piece, once the GPU has passed the gate; None if it has nothing to do now."""
+        ...
+
+    def look_after(self) -> None:
+        """Now and then: ends it when it has gone bad. Never raises, never waits."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for what was started."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of its processes. May be called twice."""
+        ...
+
+
+class PieceSpan(NamedTuple):
+    """A background piece on the device: a `Marker`, and when it ran."""
+
+    name: str
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def query(self) -> bool:
+        """See `Marker`."""
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpan:
+    """A step of the foreground on the device, and the background pieces that were started with it."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    pieces: list[PieceSpan] = field(default_factory=list)
+
+
 class BackgroundWork:
-    """A background job: hands out one piece after the other, as long as its samples come."""
+    """A captured background job: hands out one piece after the other, as long as its samples come."""
 
     def __init__(self, work: JobAtWork) -> None:
-        self.work = work
+        self.name, self.work = work.name, work
         self.steps_done = 0
         self.done_s = 0.0
-        """Work that was started, by its time alone."""
         self.ended = ""
-        """Why it is not run any more; empty while it is."""
         self._next = 0
         self._failures = 0
 
     @property
     def next_s(self) -> float:
-        """How long the next piece takes alone."""
+        """See `Filler`."""
         return self.work.steps.piece_times_s[self._next]
 
-    def launch(self) -> bool:
-        """Starts the next piece on the background's stream; False if it has nothing to do now."""
-        if self.ended or (self._next == 0 and not self._begin()):
-            return False
+    def launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
+        """See `Filler`."""
         steps = self.work.steps
+        if gate is not None:
+            steps.stream.wait_event(gate)
+        if self.ended or (self._next == 0 and not self._begin()):
+            return None
         self.done_s += self.next_s
+        begin = _recorded(steps.stream, timing=True)
         with torch.cuda.stream(steps.stream):
             steps.pieces[self._next]()
+        end = _recorded(steps.stream, timing=True)
         self._next += 1
         if self._next == len(steps.pieces):
             self.work.read_later(steps.end())
             self._next = 0
             self.steps_done += 1
             self._failures = 0
-        return True
+        return PieceSpan(self.name, begin, end)
 
     def look_after(self) -> None:
-        """Ends it when its numbers have gone bad."""
+        """See `Filler`."""
         if not self.work.read() and not self.ended:
             self.end("the loss is not finite")
+
+    def finish(self) -> None:
+        """See `Filler`."""
+        self.work.read(all_of_them=True)
+
+    def close(self) -> None:
+        """See `Filler`."""
+        self.work.feeder.close()
 
     def end(self, reason: str) -> None:
         """Never to be run again; its state stays."""
         self.ended = reason
-        self.work.feeder.close()
+        self.close()
 
     def _begin(self) -> bool:
         try:
@@ -196,7 +268,7 @@ class Credit:
 class _Launched(NamedTuple):
     """A background piece that was started and may not have ended."""
 
-    end: torch.cuda.Event
+    end: Marker
     length_s: float
     """By its time alone."""
     in_gap: bool
@@ -226,7 +298,7 @@ class SharedGpu:
     def __init__(
         self,
         foreground: JobAtWork,
-        backgrounds: Sequence[BackgroundWork],
+        backgrounds: Sequence[Filler],
         budget: Budget,
         *,
         program: Sequence[int | Idle] | None = None,
@@ -244,6 +316,8 @@ class SharedGpu:
         self._launched: collections.deque[_Launched] = collections.deque()
         self._cycles_a_second = _cycles_a_second() if gaps else 0.0
         self.measured = Measured()
+        self.spans: collections.deque[StepSpan] = collections.deque(maxlen=_KEPT_SPANS)
+        """When the last steps and their background pieces ran."""
 
     def run(self, steps: int, *, stop: Callable[[], bool] = lambda: False) -> None:
         """So many steps of the foreground, or until asked to stop."""
@@ -253,6 +327,7 @@ class SharedGpu:
                 break
             batch = self._next_batch(ends[-1] if ends else None)
             end, gates = self._launch_foreground(batch)
+            self.spans.append(StepSpan(begin=gates[0], end=end))
             self._launch_background(step, gates)
             ends = [*ends[-2:], end]
             if len(ends) > 1:
@@ -264,21 +339,22 @@ class SharedGpu:
         torch.cuda.synchronize()
         self.foreground.read(all_of_them=True)
         for background in self.backgrounds:
-            background.work.read(all_of_them=True)
+            background.finish()
 
     def _next_batch(self, previous: torch.cuda.Event | None) -> list[list[Batch]]:
         """The foreground's samples; while they are missing and the GPU is idle, everything is the background's."""
         deadline = time.monotonic() + _FEED_TIMEOUT_S
-        in_flight: collections.deque[torch.cuda.Event] = collections.deque()
+        in_flight: collections.deque[Marker] = collections.deque()
         while (batch := self.foreground.feeder.take()) is None:
             if time.monotonic() > deadline:
                 raise ShareError(f"no samples of {self.foreground.name} came within {_FEED_TIMEOUT_S:g} s")
-            while in_flight and in_flight[0].query():  # type: ignore[no-untyped-call]
+            while in_flight and in_flight[0].query():
                 in_flight.popleft()
             idle = previous is None or bool(previous.query())  # type: ignore[no-untyped-call]
             free = idle and not self._allowance.alone and len(in_flight) < _IN_FLIGHT
-            if free and (background := self._pick()) is not None and background.launch():
-                in_flight.append(_recorded(background.work.steps.stream))
+            background = self._pick() if free else None
+            if background is not None and (end := background.launch(None)) is not None:
+                in_flight.append(end)
             else:
                 time.sleep(_NAP_S)
         return batch
@@ -286,7 +362,7 @@ class SharedGpu:
     def _launch_foreground(self, batch: list[list[Batch]]) -> tuple[torch.cuda.Event, list[torch.cuda.Event]]:
         """Queues a step; returns the events that mark its end, and its beginning and those of its gaps."""
         steps = self.foreground.steps
-        gates = [_recorded(steps.stream)]
+        gates = [_recorded(steps.stream, timing=True)]
         steps.begin(batch)
         self.foreground.feeder.used(steps.stream)
         with torch.cuda.stream(steps.stream):
@@ -315,18 +391,17 @@ class SharedGpu:
         if allowed_s <= 0 or background is None:
             return
         credit.add(allowed_s, piece_s=background.next_s)
-        waiting: set[int] = set()
         while background is not None and credit.spend(background.next_s):
-            stream, length_s = background.work.steps.stream, background.next_s
-            if stream.cuda_stream not in waiting:
-                stream.wait_event(gate)
-                waiting.add(stream.cuda_stream)
-            if not background.launch():
+            length_s = background.next_s
+            end = background.launch(gate)
+            if end is None:
                 return
-            self._launched.append(_Launched(_recorded(stream), length_s, in_gap, step))
+            if isinstance(end, PieceSpan):
+                self.spans[-1].pieces.append(end)
+            self._launched.append(_Launched(end, length_s, in_gap, step))
             background = self._pick()
 
-    def _pick(self) -> BackgroundWork | None:
+    def _pick(self) -> Filler | None:
         """The background job that has got least so far."""
         ready = [background for background in self.backgrounds if not background.ended]
         return min(ready, key=lambda background: background.done_s) if ready else None
@@ -335,7 +410,7 @@ class SharedGpu:
         """Waits for a step's end and has the controller decide on the next one."""
         ends[-1].synchronize()
         done_s = {False: 0.0, True: 0.0}
-        while self._launched and self._launched[0].end.query():  # type: ignore[no-untyped-call]
+        while self._launched and self._launched[0].end.query():
             piece = self._launched.popleft()
             done_s[piece.in_gap] += piece.length_s
         if len(ends) > 1:

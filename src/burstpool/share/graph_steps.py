@@ -59,6 +59,7 @@ class GraphStep:
         self.step = 0
         """Steps that have begun."""
         self._graphs: StepGraphs | None = None
+        self._loss: torch.Tensor | None = None
         self.pieces: list[Piece] = []
         """What a step does, in order, after `begin`; on this step's stream."""
         self.piece_times_s: list[float] = []
@@ -103,20 +104,34 @@ class GraphStep:
                     "its layers draw from torch's own random stream, which another job may draw from too"
                 )
 
+    def run_uncaptured(self) -> None:
+        """Makes the whole step, called eagerly, the only piece: for a foreground that graphs cannot hold."""
+        self._graphs = None
+        self.pieces = [self._run_eagerly]
+        self.piece_times_s = [self.alone_s]
+
+    def _run_eagerly(self) -> None:
+        self._loss = self.executor.run(self.step, self._example)
+
     def begin(self, batches: Sequence[Sequence[Batch]]) -> None:
         """Puts the next step's samples in place, from pinned memory; `pieces` are to follow."""
-        assert self._graphs is not None
+        if self._graphs is None:
+            with torch.cuda.stream(self.stream):
+                self._example = self._loader.move(self._loader.name(batches))
+            return
         self.executor.begin(self.step)
         with torch.cuda.stream(self.stream):
             self._graphs.begin(self.step, self._loader.name(batches))
 
     def end(self) -> torch.Tensor:
         """After the last piece: the loss, which the next step overwrites."""
-        assert self._graphs is not None
+        self.step += 1
+        if self._graphs is None:
+            assert self._loss is not None
+            return self._loss
         assert self._graphs.loss is not None
         with torch.cuda.stream(self.stream):
             self.executor.update.end_step()
-        self.step += 1
         return self._graphs.loss
 
     def state(self) -> list[torch.Tensor]:
