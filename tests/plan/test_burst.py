@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from burst_cases import Case, chains, cluster, forks, graphs, layer, profile
+from burst_cases import chains, cluster, forks, graphs, layer, profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -49,14 +49,14 @@ def with_small_end(num_layers: int = 4) -> Profile:
 
 @quick
 @given(case=st.one_of(chains(5), forks(6)), num_devices=st.integers(2, 6), limit=st.floats(1.0, 4.0))
-def test_plans_are_sound_and_keep_to_the_budget(case: Case, num_devices: int, limit: float) -> None:
+def test_plans_are_sound_and_keep_to_the_budget(case: Profile, num_devices: int, limit: float) -> None:
     on = cluster(num_devices)
-    found = burst.search(case.profile, on, batch=12)
-    plan = burst.plan(case.profile, on, batch=12, burst_limit=limit)
+    found = burst.search(case, on, batch=12)
+    plan = burst.plan(case, on, batch=12, burst_limit=limit)
     assert plan.device_seconds is not None
     assert plan.device_seconds <= limit * found.one_device_seconds * (1 + 1e-9)
     assert max(plan.devices) < num_devices
-    validate(lower(plan, case.profile), plan, case.profile)
+    validate(lower(plan, case), plan, case)
 
 
 @quick
@@ -69,33 +69,33 @@ def test_any_graph_is_planned_soundly(model: Profile, num_devices: int, limit: f
 
 @quick
 @given(case=st.one_of(chains(6), forks(7)), num_devices=st.integers(1, 6))
-def test_burst_plans_are_never_slower_than_data_parallel(case: Case, num_devices: int) -> None:
+def test_burst_plans_are_never_slower_than_data_parallel(case: Profile, num_devices: int) -> None:
     on = cluster(num_devices)
-    whole = data.plan(case.profile, on, batch=12)
-    unit = burst.search(case.profile, on, batch=12).one_device_seconds
+    whole = data.plan(case, on, batch=12)
+    unit = burst.search(case, on, batch=12).one_device_seconds
     assert whole.step_time_s is not None
     assert whole.device_seconds is not None
     for limit in (None, whole.device_seconds / unit, 1.5 * whole.device_seconds / unit):
-        plan = burst.plan(case.profile, on, batch=12, burst_limit=limit)
+        plan = burst.plan(case, on, batch=12, burst_limit=limit)
         assert plan.step_time_s is not None
         assert plan.step_time_s <= whole.step_time_s * (1 + 1e-9)
 
 
 @quick
 @given(case=chains(6), num_devices=st.integers(1, 6), limit=st.floats(1.0, 4.0))
-def test_the_simulator_agrees_with_the_cost_on_chains(case: Case, num_devices: int, limit: float) -> None:
+def test_the_simulator_agrees_with_the_cost_on_chains(case: Profile, num_devices: int, limit: float) -> None:
     """Device-time exactly. Step time: the cost counts reductions by layer, the plan makes them by bucket, and a
     regrouping's messages share links with them; all differences are bounded by all there is to move and to start."""
     on = cluster(num_devices)
-    cost = CostModel(case.profile, on)
-    found = burst.search(case.profile, on, batch=12)
+    cost = CostModel(case, on)
+    found = burst.search(case, on, batch=12)
     point = found.within(limit * found.one_device_seconds)
     plan = burst.predicted_plan(cost, found, point)
     assert plan.step_time_s is not None
     assert plan.device_seconds == pytest.approx(point.device_seconds, rel=1e-9)
     places = [found.cost.widths.values.index(width) for width in point.widths]
     reduce_s = sum(found.cost.reduce_s[index, place] for index, place in enumerate(places))
-    moved = [found.cost.regrouping(x.output_bytes_per_sample) for x in case.profile.layers]
+    moved = [found.cost.regrouping(x.output_bytes_per_sample) for x in case.layers]
     moved_s = sum(ops.compute_s[a, b] for ops, (a, b) in zip(moved, pairwise(places), strict=False))
     starts_s = sum(cost.reduce_s(0, tuple(sorted(block.devices))) for block in plan.blocks if len(block.shares) > 1)
     allowed_s = reduce_s + moved_s + starts_s + found.cost.updates_s + 1e-9

@@ -1,7 +1,8 @@
 """The burst planner finds what brute force finds, on chains and on branches."""
 
 import pytest
-from burst_cases import Case, brute_force, chains, cluster, forks
+from burst_brute_force import brute_force
+from burst_cases import chains, cluster, forks, graphs, layer, nested, profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from burstpool.errors import PlanError
 from burstpool.plan.burst import search
 from burstpool.plan.burst_cost import BurstOptions
 from burstpool.plan.pareto import front
+from burstpool.profiling.profile import Profile
 
 OPTIONS = [
     BurstOptions(),
@@ -18,9 +20,9 @@ CLOSE = 1e-9
 """Sums of the same some ten numbers in another order."""
 
 
-def check(case: Case, options: BurstOptions, num_devices: int, part: float) -> None:
-    found = search(case.profile, cluster(num_devices), batch=12, options=options)
-    steps, device_s = brute_force(found.cost, case)
+def check(case: Profile, options: BurstOptions, num_devices: int, part: float) -> None:
+    found = search(case, cluster(num_devices), batch=12, options=options)
+    steps, device_s = brute_force(found.cost, found.model)
     best = front(steps, device_s)
     points = found.front()
     assert all(point.proven for point in points)
@@ -46,7 +48,7 @@ def check(case: Case, options: BurstOptions, num_devices: int, part: float) -> N
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=chains(), num_devices=st.integers(1, 4), part=st.floats(0, 1))
 def test_chains_of_8_layers_and_4_widths_are_planned_like_brute_force(
-    case: Case, options: BurstOptions, num_devices: int, part: float
+    case: Profile, options: BurstOptions, num_devices: int, part: float
 ) -> None:
     check(case, options, num_devices, part)
 
@@ -55,6 +57,23 @@ def test_chains_of_8_layers_and_4_widths_are_planned_like_brute_force(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=forks(), num_devices=st.integers(1, 4), part=st.floats(0, 1))
 def test_branches_are_planned_like_brute_force(
-    case: Case, options: BurstOptions, num_devices: int, part: float
+    case: Profile, options: BurstOptions, num_devices: int, part: float
 ) -> None:
     check(case, options, num_devices, part)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["overlapped", "added"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=st.one_of(nested(), graphs(8, min_layers=5)), num_devices=st.sampled_from([4, 3, 2]), part=st.floats(0, 1))
+def test_any_graph_of_8_layers_and_4_widths_is_planned_like_brute_force(
+    case: Profile, options: BurstOptions, num_devices: int, part: float
+) -> None:
+    check(case, options, num_devices, part)
+
+
+def test_six_branches_are_put_into_groups_like_brute_force() -> None:
+    """More branches than large forks are searched with, no two alike."""
+    costs = {"fixed_s": 3e-4, "parameters": 10**4, "size": 10**4}
+    branches = [layer(f"b{i}", ("in",), seconds=1e-5 * 3**i, **costs) for i in range(6)]
+    join = layer("join", tuple(branch.name for branch in branches), seconds=1e-5, **costs)
+    check(profile([layer("in", ("input",), seconds=1e-5, **costs), *branches, join]), BurstOptions(), 4, 0.7)

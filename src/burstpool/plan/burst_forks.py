@@ -16,7 +16,7 @@ them allows, or one for each branch and all of one width.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ Codes = npt.NDArray[np.int32]
 """Alternatives × width before × width after × layers: place of the layer's width + number of widths × first rank."""
 
 _MOST_BRANCHES = 5
-"""With more, groups are either one branch each or the longest against the rest."""
+"""With more in a large fork, groups are either one branch each or the longest against the rest."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,19 @@ class Part:
 def num_alternatives(row: Row, num_widths: int) -> int:
     """How many ways there are to run the layers of a row one after the other."""
     return int(min(num_widths ** len(layers_of(row)), 10**9))
+
+
+def num_groupings(cost: BurstCost, fork: Fork, most: int) -> int:
+    """In how many ways branches, also those of forks inside of it, can run at the same time; stops counting at
+    `most`."""
+    groups = _Groups(cost, fork, 0, [row for row in fork.branches if row])
+    count = sum(1 for _ in islice(groups.all(), most))
+    inner = (part for row in fork.branches for part in row if isinstance(part, Fork))
+    for part in inner:
+        if count >= most:
+            return most
+        count += num_groupings(cost, part, most - count)
+    return count
 
 
 def fork_part(cost: BurstCost, fork: Fork, port_bytes: int, weights: Floats | None) -> Part:
@@ -206,7 +219,7 @@ class _Groups:
     def promising(self) -> list[tuple[Partition, tuple[int, ...]]]:
         """Those in which no group could be narrower without being the slowest, and that no other beats; and each branch
         for itself, all with one width: wide groups are reached faster."""
-        found = [choice for partition in self._partitions() for choice in self._widening(partition)]
+        found = [choice for partition in self._some_partitions() for choice in self._widening(partition)]
         if not found:
             return []
         seconds, device_s = (np.array(x) for x in zip(*(self._alone(*choice) for choice in found), strict=True))
@@ -273,16 +286,20 @@ class _Groups:
             places[slowest] += 1
 
     def _partitions(self) -> Iterator[Partition]:
-        """Into two groups or more."""
-        branches = range(len(self.rows))
-        if len(self.rows) > _MOST_BRANCHES:
-            longest = max(branches, key=self.load.__getitem__)
-            yield from (
-                self._ordered([[i] for i in branches]),
-                self._ordered([[longest], [i for i in branches if i != longest]]),
-            )
+        """Into two groups or more, no more than there are devices."""
+        for groups in _set_partitions(list(range(len(self.rows)))):
+            if 1 < len(groups) <= self.num_devices:
+                yield self._ordered(groups)
+
+    def _some_partitions(self) -> Iterator[Partition]:
+        """All of few branches; of many, each for itself, and the longest against the rest."""
+        if len(self.rows) <= _MOST_BRANCHES:
+            yield from self._partitions()
             return
-        yield from (self._ordered(groups) for groups in _set_partitions(list(branches)) if len(groups) > 1)
+        branches = range(len(self.rows))
+        longest = max(branches, key=self.load.__getitem__)
+        yield self._ordered([[i] for i in branches])
+        yield self._ordered([[longest], [i for i in branches if i != longest]])
 
     def _ordered(self, groups: Sequence[Sequence[int]]) -> Partition:
         by_load = sorted(groups, key=lambda group: (-sum(self.load[i] for i in group), group[0]))

@@ -10,14 +10,16 @@ import numpy as np
 
 from burstpool.plan.branches import Fork, ModelRow, Stage
 from burstpool.plan.burst_cost import BurstCost
-from burstpool.plan.burst_forks import Part, fork_part, num_alternatives, stage_ops, stage_part
+from burstpool.plan.burst_forks import Part, fork_part, num_alternatives, num_groupings, stage_ops, stage_part
 from burstpool.plan.cost import Floats
 from burstpool.plan.pareto import fully_undominated, undominated
 
 _SMALL_FORK = 70_000
 """A fork with no more alternatives × widths² is searched in full,"""
 _FEW_WIDTHS = 8
-"""where there are no more widths than these."""
+"""where there are no more widths than these,"""
+_FEW_GROUPINGS = 5_000
+"""and fewer ways to run its branches at the same time."""
 _KEPT_NUMBERS = 5_000_000
 """Stages × widths² up to which the search keeps what it has worked out of each."""
 
@@ -42,11 +44,16 @@ class Parts(Sequence[Part]):
         self.sizes = [len(part.codes) if isinstance(part, Part) else 1 for part in self.made]
 
     def _fork(self, fork: Fork, port_bytes: int) -> Part:
-        num_widths = len(self.cost.widths.values)
-        if num_widths <= _FEW_WIDTHS and num_alternatives((fork,), num_widths) * num_widths**2 <= _SMALL_FORK:
+        if self._is_small(fork):
             return _worth_keeping(fork_part(self.cost, fork, port_bytes, None))
         self.complete = False
         return fork_part(self.cost, fork, port_bytes, self.weights)
+
+    def _is_small(self, fork: Fork) -> bool:
+        num_widths = len(self.cost.widths.values)
+        if num_widths > _FEW_WIDTHS or num_alternatives((fork,), num_widths) * num_widths**2 > _SMALL_FORK:
+            return False
+        return num_groupings(self.cost, fork, _FEW_GROUPINGS) < _FEW_GROUPINGS
 
     def __len__(self) -> int:
         return len(self.made)
