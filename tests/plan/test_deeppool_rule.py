@@ -78,7 +78,7 @@ def test_a_limit_of_nothing_is_refused() -> None:
 def test_burst_plans_are_never_slower_than_the_rule_at_equal_device_time(
     comparison: ModuleType, shared_data: Path, model: str, variant: str
 ) -> None:
-    operators = comparison.operators(shared_data / "deeppool_a100" / comparison.MODELS[model])
+    operators = comparison.read(shared_data / "deeppool_a100" / comparison.MODELS[model])
     for num_devices, batch in comparison.CELLS:
         for row in comparison.cell(operators, num_devices, batch, variant):
             assert row["burst_device_ms"] <= row["rule_device_ms"] * (1 + 1e-9), row
@@ -89,7 +89,7 @@ def test_burst_plans_are_never_slower_than_the_rule_at_equal_device_time(
 def test_vgg16_on_64_devices_is_three_times_faster_than_the_rule(
     comparison: ModuleType, shared_data: Path, variant: str
 ) -> None:
-    operators = comparison.operators(shared_data / "deeppool_a100" / comparison.MODELS["vgg16"])
+    operators = comparison.read(shared_data / "deeppool_a100" / comparison.MODELS["vgg16"])
     row = next(row for row in comparison.cell(operators, 64, 64, variant) if row["limit"] == 2.0)
     assert row["speedup"] >= 3
     assert row["proven"]
@@ -102,4 +102,7 @@ def test_the_benchmark_prints_one_json_line(shared_data: Path) -> None:
     result = json.loads(line)
     assert result["never_slower"] is True
     assert result["worst"]["speedup"] >= 1 - 1e-9
+    assert result["bar"]["reached"] is True
+    assert (result["bar"]["layers"], result["bar"]["device_time"]) == ("operators", "busy")
+    assert len(result["bar_in_other_variants"]) == 7
     assert np.isfinite([row["rule_ms"] for row in result["cells"]]).all()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burstpool.errors import ProfileError
-from burstpool.profiling.importers import FORMATS, import_profile
+from burstpool.profiling.importers import FORMATS, deeppool, import_profile
 from burstpool.profiling.profile import Profile
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -157,6 +157,14 @@ def test_an_unknown_chain_is_read_too(tmp_path: Path) -> None:
     assert profile.layers[1].inputs == (profile.layers[0].name,)
     assert profile.parameter_bytes == (3 * 8 * 9 + 8) * 4
     assert profile.layers[1].output_bytes_per_sample == 8 * 3 * 3 * 4
+
+
+def test_deeppools_operators_can_be_kept_apart(tmp_path: Path) -> None:
+    path = deeppool_file(tmp_path, deeppool_text(4, 1))
+    merged, apart = deeppool.read(path), deeppool.read(path, merge_relus=False)
+    assert [layer.kind for layer in apart.layers] == ["conv2d", "relu", "maxpool2d"]
+    assert apart.step_time_s(4) == pytest.approx(merged.step_time_s(4))
+    assert apart.parameter_bytes == merged.parameter_bytes
 
 
 def test_a_batch_that_lacks_a_layer_is_left_out_and_said(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ the model was built; after the lines of a batch comes their sum. Returns a Profi
 and output bytes, and with the graph: a chain, or Inception-v3's branches and joins.
 
 An operator and the ReLU after it become one layer: DeepPool books the operator's backward on the in-place
-ReLU. Batches that lack a layer are left out, and `source` says which. The numbers behind a sum are
-unlabelled and ignored. A file that is cut right after a sum cannot be told from one with fewer batches.
+ReLU. With `merge_relus=False` every operator stays a layer of its own, as DeepPool's planner sees them.
+Batches that lack a layer are left out, and `source` says which. The numbers behind a sum are unlabelled and
+ignored. A file that is cut right after a sum cannot be told from one with fewer batches.
 """
 
 import json
@@ -69,7 +70,7 @@ def recognises(text: str) -> bool:
     return re.match(r"\s*\w+\{.*\}\[\d+\]", first) is not None
 
 
-def read(path: Path) -> Profile:
+def read(path: Path, *, merge_relus: bool = True) -> Profile:
     """The profile in the file; its name says the device: `A100_vgg.prof`."""
     named = _FILE_NAME.fullmatch(path.stem)
     if named is None:
@@ -77,7 +78,9 @@ def read(path: Path) -> Profile:
     by_batch, dropped = _whole_batches(_parse(path), path)
     reference = next(iter(by_batch.values()))
     model = find_model([line.operator for line in reference], name=named[2])
-    layers = _merge_relus(_layers(model, by_batch, path))
+    layers = _layers(model, by_batch, path)
+    if merge_relus:
+        layers = _merge_relus(layers)
     merged = "a ReLU counts with the operator before it" if any("+" in layer.kind for layer in layers) else ""
     return Profile(
         model=model.name,
