@@ -8,6 +8,7 @@ run.py [--profiles DIR] [--interference FILE] [--json]
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from typing import Any
 
 from deeppool_comparison import MODELS, bar_cell, cluster, compare
 from plot import line_plot
-from scaling import Interference, scaling
 from scaling import cluster as scaled_cluster
+from scaling import scaling
+from sharing import Rates, Sharing
 
 from burstpool.plan import data
 from burstpool.plan.burst import plan, search
@@ -61,7 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS), help="of DeepPool's")
     parser.add_argument("--device-time", choices=["busy", "held"], default="busy", help="what the comparison counts")
     parser.add_argument("--profiles", type=Path, help="folder of profile.json files to simulate too")
-    parser.add_argument("--interference", type=Path, help="measured table: see scaling.py")
+    parser.add_argument("--interference", type=Path, help="measured rates: see sharing.py")
     parser.add_argument("--burst-limit", type=float, default=2.0)
     parser.add_argument("--devices", type=int, nargs="*", default=list(SCALES))
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
@@ -159,9 +161,9 @@ def picture() -> str:
 
 def simulate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """All models, batches and scales; results and plots are written beside this file."""
-    shared = Interference.load(arguments.interference) if arguments.interference else None
-    if shared is None:
-        print("no --interference table: background columns are left out (nothing is assumed free)", file=sys.stderr)
+    sharing: Sharing | None = Rates.load(arguments.interference) if arguments.interference else None
+    if sharing is None:
+        print("no --interference table: no background jobs on shared devices (nothing is free)", file=sys.stderr)
     profiles = [import_profile(DATA / MODELS[name]) for name in arguments.models] if DATA.is_dir() else []
     if arguments.profiles:
         profiles += [import_profile(path) for path in sorted(arguments.profiles.glob("*.json"))]
@@ -169,23 +171,40 @@ def simulate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     for profile in profiles:
         for batch in arguments.batches:
             print(f"{profile.model} on {profile.device}, batch {batch}", file=sys.stderr)
-            cell = list(scaling(profile, batch, arguments.devices, arguments.burst_limit, shared))
+            cell = list(scaling(profile, batch, arguments.devices, arguments.burst_limit, sharing))
             rows += cell
             _plot(cell, f"{profile.model}-{profile.device}-{batch}")
-    result = {"burst_limit": arguments.burst_limit, "background": shared is not None, "rows": rows}
+    errors = [abs(row["planner_error"]) for row in rows if row["planner_error"] is not None]
+    result = {
+        "burst_limit": arguments.burst_limit,
+        "background": sharing is not None,
+        "planner_error_median": statistics.median(errors) if errors else None,
+        "planner_error_most": max(errors, default=None),
+        "rows": rows,
+    }
     (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    return result, _table(rows)
+    return result, _table(rows) + _errors(errors)
+
+
+def _errors(errors: list[float]) -> str:
+    if not errors:
+        return ""
+    return (
+        f"\n\nplanner's cost against the simulator, {len(errors)} burst plans: {statistics.median(errors):.1%} in the "
+        f"median, {max(errors):.1%} at most"
+    )
 
 
 def _plot(rows: list[dict[str, Any]], stem: str) -> None:
-    """Step time and device-time without background; with it, what the cluster gets done in all."""
+    """Step time and device-time of the foreground alone; what the cluster gets done in all."""
     first = rows[0]
     title = f"{first['model']} on {first['device']}, global batch {first['batch']}"
-    alone = [row for row in rows if row["background_samples_per_s"] is None]
-    pictures = [("step", alone, "step_ms", "ms a step"), ("device-time", alone, "device_ms", "device-ms a step")]
-    if shared := [row for row in rows if row["background_samples_per_s"] is not None]:
-        single = [row for row in alone if row["strategy"] == "data"]
-        pictures.append(("total", [*single, *shared], "total_samples_per_s", "samples/s, foreground and background"))
+    alone = [row for row in rows if row["strategy"] in ("data", "burst", "static")]
+    pictures = [
+        ("step", alone, "step_ms", "ms a step"),
+        ("device-time", alone, "device_ms", "device-ms a step"),
+        ("total", rows, "total_devices", "devices' worth of work, foreground and background"),
+    ]
     FIGURES.mkdir(exist_ok=True)
     for name, shown, key, label in pictures:
         series: dict[str, list[tuple[float, float]]] = {}

@@ -1,31 +1,36 @@
-"""Strong scaling at a fixed global batch, simulated: five ways to use a cluster, with and without background jobs.
+"""Strong scaling at a fixed global batch, simulated: five ways to use a cluster.
 
-Takes a Profile and, for the background, a table of measured interference. Returns one row a cell and strategy.
+Takes a Profile and, for background jobs, a Sharing (`sharing.py`). Returns one row a cell and strategy.
 
     data                data parallelism on all devices
     data+background     the same, background jobs beside it on every device
+    static              data parallelism on some devices, background jobs alone on the others: of the splits that keep
+                        up with burst (with background, where that is known), the one with the fewest devices for the
+                        foreground; the fastest where none keeps up
     burst               the burst planner within a burst limit
     burst+background    the same, background jobs in its gaps and beside it
-    static              data parallelism on the fewest devices that keep 90% of its speed, background jobs on the others
 
-Data parallelism's times are the simulator's; the burst planner's are its own cost (within a few percent of the
-simulator on chains, 15% with branches beside each other: `tests/plan/test_burst.py`).
+Step times are the simulator's. Only where a plan has more than MOST_ACTIONS actions is its step the planner's own cost;
+`step_by` says which, `planner_error` how far the planner's cost is from the simulator.
 
-The interference table is JSON: `background_samples_per_s` (alone on a device), `gap_rate` (part of it that background
-jobs keep in the foreground's gaps), `beside_rate` (part of it that they keep while the foreground computes) and
-`foreground_slowdown` (of the foreground's step while they run). Without such a table there are no background rows:
-nothing is assumed free.
+Throughput is counted in devices: the foreground's samples/s over what one device alone does at its best measured batch,
+and a background job's speed over what it has on a device of its own. N devices without any loss do N devices' work.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from sharing import DeviceLoad, Sharing, even_loads, loads_of
 
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.plan import burst, data
+from burstpool.plan.cost import CostModel
+from burstpool.plan.dataflow import dataflow
+from burstpool.plan.plan import Plan
 from burstpool.profiling.profile import Profile
+from burstpool.schedule.lower import lower
+from burstpool.schedule.simulate import simulate
 
 DEVICES_PER_NODE = 8
 LINKS = {
@@ -34,39 +39,23 @@ LINKS = {
     "H200": ("nvlink4", "infiniband-ndr"),
 }
 """Device type → preset inside a node and between nodes."""
-STATIC_SPEED = 0.9
-"""Part of data parallelism's speed that a static partition keeps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interference:
-    """What sharing a device does, as measured."""
-
-    background_samples_per_s: float
-    gap_rate: float
-    beside_rate: float
-    foreground_slowdown: float
-
-    @classmethod
-    def load(cls, path: Path) -> "Interference":
-        """From a file with these four numbers; others in it are ignored."""
-        found = json.loads(path.read_text())
-        missing = [name for name in cls.__slots__ if name not in found]
-        if missing:
-            raise SystemExit(f"{path} lacks {', '.join(missing)}; measure them and write them there")
-        return cls(**{name: float(found[name]) for name in cls.__slots__})
+MOST_ACTIONS = 150_000
+"""Of a schedule that is simulated; some seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One foreground job on some devices of the cluster."""
+    """One foreground job on a cluster."""
 
     num_devices: int
     """Of the cluster."""
     step_time_s: float
     device_seconds: float
-    alone: int = 0
-    """Devices the foreground never uses."""
+    loads: tuple[DeviceLoad, ...]
+    """Of all devices."""
+    step_by: str = "simulator"
+    planner_step_s: float | None = None
+    """The burst planner's own cost, where it planned."""
 
 
 def cluster(device: str, num_devices: int) -> ClusterSpec:
@@ -83,68 +72,87 @@ def cluster(device: str, num_devices: int) -> ClusterSpec:
 
 
 def scaling(
-    profile: Profile, batch: int, scales: Sequence[int], burst_limit: float, shared: Interference | None
+    profile: Profile, batch: int, scales: Sequence[int], burst_limit: float, sharing: Sharing | None
 ) -> Iterator[dict[str, Any]]:
     """All strategies at all scales."""
+    known: dict[int, Use] = {}
     for num_devices in scales:
+        whole = _data(profile, num_devices, batch, known)
+        bursting = _burst(profile, num_devices, batch, burst_limit, whole)
+        rows = [_row(profile, batch, "data", whole, None), _row(profile, batch, "burst", bursting, None)]
+        if sharing is not None:
+            rows.append(_row(profile, batch, "data+background", whole, sharing))
+            rows.append(_row(profile, batch, "burst+background", bursting, sharing))
+        rows.append(_static_row(profile, num_devices, batch, rows[-1]["step_ms"] / 1e3, known))
+        for row in rows:
+            yield row | {"total_over_data": row["total_devices"] / rows[0]["total_devices"]}
+
+
+def _data(profile: Profile, num_devices: int, batch: int, known: dict[int, Use]) -> Use:
+    if num_devices not in known:
         on = cluster(profile.device, num_devices)
-        whole = _data(profile, on, batch)
-        uses = {"data": whole, "burst": _burst(profile, on, batch, burst_limit, whole)}
-        for name, use in uses.items():
-            yield _row(profile, batch, name, use, None)
-            if shared is not None:
-                yield _row(profile, batch, f"{name}+background", use, shared)
-        yield _row(profile, batch, "static", _static(profile, on, batch, whole), shared)
+        plan = data.plan(profile, on, batch=batch, extrapolate=True)
+        known[num_devices] = _use(plan, profile, on)
+    return known[num_devices]
 
 
-def _data(profile: Profile, on: ClusterSpec, batch: int) -> Use:
-    plan = data.plan(profile, on, batch=batch, extrapolate=True)
-    assert plan.step_time_s is not None
-    assert plan.device_seconds is not None
-    return Use(num_devices=on.num_devices, step_time_s=plan.step_time_s, device_seconds=plan.device_seconds)
-
-
-def _static(profile: Profile, on: ClusterSpec, batch: int, whole: Use) -> Use:
-    """The narrowest data parallelism, halving the devices, that is fast enough."""
-    best = whole
-    width = on.num_devices // 2
-    while width >= 1:
-        part = _data(profile, cluster(profile.device, width), batch)
-        if part.step_time_s > whole.step_time_s / STATIC_SPEED:
-            break
-        best = Use(
+def _use(plan: Plan, profile: Profile, on: ClusterSpec, *, planner: burst.BurstPoint | None = None) -> Use:
+    """The plan simulated, or by the planner's cost where that would take too long."""
+    flow = dataflow(plan, profile)
+    schedule = lower(plan, flow)
+    planner_step_s = planner.step_time_s if planner is not None else None
+    if planner is not None and sum(map(len, schedule.devices)) > MOST_ACTIONS:
+        return Use(
             num_devices=on.num_devices,
-            step_time_s=part.step_time_s,
-            device_seconds=part.device_seconds,
-            alone=on.num_devices - width,
+            step_time_s=planner.step_time_s,
+            device_seconds=planner.device_seconds,
+            loads=even_loads(on.num_devices, planner.step_time_s, planner.device_seconds),
+            step_by="planner",
+            planner_step_s=planner_step_s,
         )
-        width //= 2
-    return best
+    timeline = simulate(schedule, CostModel(profile, on, extrapolate=True), flow)
+    return Use(
+        num_devices=on.num_devices,
+        step_time_s=timeline.step_time_s,
+        device_seconds=sum(timeline.all_busy_s()),
+        loads=loads_of(timeline),
+        planner_step_s=planner_step_s,
+    )
 
 
-def _burst(profile: Profile, on: ClusterSpec, batch: int, burst_limit: float, whole: Use) -> Use:
-    """As `burst.plan` does: data parallelism where it keeps to the budget and is faster."""
+def _burst(profile: Profile, num_devices: int, batch: int, burst_limit: float, whole: Use) -> Use:
+    """As `burst.plan` does: data parallelism where it keeps to the budget and simulates faster."""
+    on = cluster(profile.device, num_devices)
     found = burst.search(profile, on, batch=batch, extrapolate=True)
     budget = burst_limit * found.one_device_seconds
     point = found.within(budget)
-    if whole.device_seconds <= budget and whole.step_time_s <= point.step_time_s:
-        return whole
-    return Use(num_devices=on.num_devices, step_time_s=point.step_time_s, device_seconds=point.device_seconds)
+    use = _use(burst.planned(found, point, profile), profile, on, planner=point)
+    return whole if whole.device_seconds <= budget and whole.step_time_s <= use.step_time_s else use
 
 
-def _row(profile: Profile, batch: int, strategy: str, use: Use, shared: Interference | None) -> dict[str, Any]:
-    is_split = strategy == "static"
-    slowdown = shared.foreground_slowdown if shared and not is_split else 1.0
-    step_time_s = use.step_time_s * slowdown
-    foreground = batch / step_time_s
-    background = 0.0
-    if shared and is_split:
-        background = use.alone * shared.background_samples_per_s
-    elif shared:
-        busy_s = min(use.device_seconds * slowdown, use.num_devices * step_time_s)
-        gap_s = use.num_devices * step_time_s - busy_s
-        rate = (gap_s * shared.gap_rate + busy_s * shared.beside_rate) / step_time_s
-        background = rate * shared.background_samples_per_s
+def _static_row(
+    profile: Profile, num_devices: int, batch: int, wanted_step_s: float, known: dict[int, Use]
+) -> dict[str, Any]:
+    """Halving the foreground's devices; `wanted_step_s` is what it has to keep up with."""
+    widths = [width for power in range(num_devices.bit_length()) if (width := num_devices >> power)]
+    uses = {width: _data(profile, width, batch, known) for width in widths}
+    keeping_up = [width for width, use in uses.items() if use.step_time_s <= wanted_step_s]
+    width = min(keeping_up) if keeping_up else min(uses, key=lambda width: uses[width].step_time_s)
+    row = _row(profile, batch, "static", uses[width], None)
+    alone = num_devices - width
+    return row | {
+        "num_devices": num_devices,
+        "background_devices": float(alone),
+        "total_devices": row["foreground_devices"] + alone,
+    }
+
+
+def _row(profile: Profile, batch: int, strategy: str, use: Use, sharing: Sharing | None) -> dict[str, Any]:
+    shared = sharing.predict(use.loads, use.step_time_s) if sharing is not None else None
+    step_time_s = use.step_time_s * (shared.foreground_slowdown if shared is not None else 1.0)
+    foreground = batch / step_time_s / best_samples_per_s(profile)
+    background = shared.background_device_s / step_time_s if shared is not None else None
+    error = use.planner_step_s / use.step_time_s - 1 if use.planner_step_s and use.step_by == "simulator" else None
     return {
         "model": profile.model,
         "device": profile.device,
@@ -153,7 +161,14 @@ def _row(profile: Profile, batch: int, strategy: str, use: Use, shared: Interfer
         "strategy": strategy,
         "step_ms": step_time_s * 1e3,
         "device_ms": use.device_seconds * 1e3,
-        "foreground_samples_per_s": foreground,
-        "background_samples_per_s": background if shared else None,
-        "total_samples_per_s": foreground + background,
+        "step_by": use.step_by,
+        "planner_error": error,
+        "foreground_devices": foreground,
+        "background_devices": background,
+        "total_devices": foreground + (background or 0.0),
     }
+
+
+def best_samples_per_s(profile: Profile) -> float:
+    """What one device alone does, at the measured batch that suits it best."""
+    return max(batch / profile.step_time_s(batch) for batch in profile.batches)

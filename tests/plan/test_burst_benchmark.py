@@ -1,16 +1,20 @@
 """The large-scale simulation of `benchmarks/burst`."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from burst_cases import layer, profile
 
+from burstpool.profiling.importers import import_profile
 from burstpool.profiling.profile import Profile
+from burstpool.report.timeline import Event, Timeline
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "burst"
-TABLE = {"background_samples_per_s": 100.0, "gap_rate": 0.9, "beside_rate": 0.2, "foreground_slowdown": 1.1}
+RATES = {"gap_rate": 0.9, "beside_rate": 0.2, "foreground_slowdown": 1.1}
 
 
 @pytest.fixture
@@ -22,35 +26,87 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    import sharing
+
+    return sharing
+
+
+@pytest.fixture
 def model() -> Profile:
     costs = {"seconds": 1e-3, "fixed_s": 2e-3, "parameters": 10**7, "size": 10**5}
     end = {"seconds": 1e-6, "fixed_s": 1e-3, "parameters": 10**9, "size": 4}
     return profile([layer("a", ("input",), **costs), layer("b", ("a",), **costs), layer("end", ("b",), **end)])
 
 
-def test_without_a_table_nothing_is_said_of_background_jobs(scaling: ModuleType, model: Profile) -> None:
-    rows = list(scaling.scaling(model, 16, [8, 16], 2.0, None))
+def test_without_measurements_nothing_is_said_of_background_jobs_beside(scaling: ModuleType, model: Profile) -> None:
+    rows = list(scaling.scaling(model, 12, [8, 16], 2.0, None))
     assert {row["strategy"] for row in rows} == {"data", "burst", "static"}
-    assert all(row["background_samples_per_s"] is None for row in rows)
+    assert all((row["background_devices"] is None) == (row["strategy"] != "static") for row in rows)
 
 
 def test_background_jobs_get_the_gaps_and_slow_the_foreground(
-    scaling: ModuleType, model: Profile, tmp_path: Path
+    scaling: ModuleType, sharing: ModuleType, model: Profile
 ) -> None:
-    (tmp_path / "table.json").write_text(json.dumps(TABLE))
-    shared = scaling.Interference.load(tmp_path / "table.json")
-    rows = {row["strategy"]: row for row in scaling.scaling(model, 16, [8], 2.0, shared)}
+    rows = {row["strategy"]: row for row in scaling.scaling(model, 12, [8], 2.0, sharing.Rates(**RATES))}
     alone, both = rows["data"], rows["data+background"]
     assert both["step_ms"] == pytest.approx(1.1 * alone["step_ms"])
-    assert both["foreground_samples_per_s"] == pytest.approx(alone["foreground_samples_per_s"] / 1.1)
+    assert both["foreground_devices"] == pytest.approx(alone["foreground_devices"] / 1.1)
     # All of eight devices' time is a gap or is shared.
-    assert 8 * 100 * 0.2 <= both["background_samples_per_s"] <= 8 * 100 * 0.9
-    static = rows["static"]
-    assert static["step_ms"] <= alone["step_ms"] / 0.9
-    assert static["background_samples_per_s"] % 100 == 0
+    busy = alone["device_ms"] / (8 * alone["step_ms"])
+    assert both["background_devices"] == pytest.approx(8 * (busy * 0.2 + (1 - busy) * 0.9))
+    assert both["total_over_data"] == pytest.approx(both["total_devices"] / alone["total_devices"])
 
 
-def test_a_table_that_lacks_a_number_is_refused(scaling: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "table.json").write_text(json.dumps({"gap_rate": 1}))
-    with pytest.raises(SystemExit, match="lacks background_samples_per_s"):
-        scaling.Interference.load(tmp_path / "table.json")
+def test_a_static_partition_keeps_up_with_burst_on_as_few_devices_as_can(scaling: ModuleType, model: Profile) -> None:
+    rows = {row["strategy"]: row for row in scaling.scaling(model, 12, [8], 2.0, None)}
+    static, burst = rows["static"], rows["burst"]
+    fastest = min(
+        row["step_ms"]
+        for n in (1, 2, 4, 8)
+        for row in scaling.scaling(model, 12, [n], 2.0, None)
+        if row["strategy"] == "data"
+    )
+    assert static["step_ms"] <= max(burst["step_ms"], fastest) * (1 + 1e-9)
+    assert static["total_devices"] == pytest.approx(static["foreground_devices"] + static["background_devices"])
+    assert 8 - static["background_devices"] in (1, 2, 4, 8)
+
+
+def test_burst_steps_are_the_simulators_unless_that_takes_too_long(
+    scaling: ModuleType, model: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = next(row for row in scaling.scaling(model, 12, [8], 2.0, None) if row["strategy"] == "burst")
+    assert simulated["step_by"] == "simulator"
+    monkeypatch.setattr(scaling, "MOST_ACTIONS", 0)
+    guessed = next(row for row in scaling.scaling(model, 12, [8], 2.0, None) if row["strategy"] == "burst")
+    assert guessed["step_by"] == "planner"
+    assert guessed["step_ms"] == pytest.approx(simulated["step_ms"] * (1 + simulated["planner_error"]))
+
+
+def test_loads_fill_the_step(sharing: ModuleType) -> None:
+    """Two devices: one busy twice, one never; a step in steady state is longer than the first."""
+    spans = [(0.0, 1.0), (3.0, 4.0)]
+    events = tuple(
+        Event(device=0, lane="compute", kind="forward", block="a", start_s=start, stop_s=stop) for start, stop in spans
+    )
+    timeline = Timeline(source="predicted", num_devices=2, step_time_s=5.0, events=events)
+    first, idle = sharing.loads_of(timeline)
+    assert (first.busy_s, first.gaps_s) == (2.0, (3.0,))
+    assert (idle.busy_s, idle.gaps_s) == (0.0, (5.0,))
+
+
+def test_rates_that_lack_a_number_are_refused(sharing: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "rates.json").write_text(json.dumps({"gap_rate": 1}))
+    with pytest.raises(SystemExit, match="lacks beside_rate, foreground_slowdown"):
+        sharing.Rates.load(tmp_path / "rates.json")
+
+
+def test_measured_profiles_can_be_planned_with(scaling: ModuleType, tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--out", str(tmp_path), "--small", "--models", "vgg16", "--batches", "1", "2", "--json"]
+    command = [sys.executable, str(BENCHMARK / "measure_profiles.py"), *words]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    (row,) = json.loads(printed)["profiles"]
+    assert row["batches"] == [1, 2]
+    found = import_profile(row["path"])
+    assert {row["strategy"] for row in scaling.scaling(found, 8, [8], 2.0, None)} == {"data", "burst", "static"}

@@ -35,6 +35,7 @@ from burstpool.plan.dataflow import dataflow
 from burstpool.plan.pareto import front
 from burstpool.plan.plan import Plan, PlannedBlock
 from burstpool.plan.widths import Widths, find_widths
+from burstpool.profiling.profile import Profile
 from burstpool.schedule.simulate import predict
 
 MOST_BRANCH_WIDTHS = 16
@@ -226,11 +227,11 @@ def plan(
     budget = np.inf if burst_limit is None else burst_limit * found.one_device_seconds
     point = found.weighted(device_time_weight) if device_time_weight is not None else found.within(budget)
     weight = device_time_weight or 0.0
-    planned = predicted_plan(cost, found, point, graph)
+    made = predicted_plan(cost, found, point, graph)
     whole = _data_parallel(cost, batch, graph, extrapolate)
-    if whole is not None and _price(whole, weight) <= _price(planned, weight) and _needs(whole) <= budget * (1 + 1e-9):
+    if whole is not None and _price(whole, weight) <= _price(made, weight) and _needs(whole) <= budget * (1 + 1e-9):
         return replace(whole, strategy="burst")
-    return planned
+    return made
 
 
 def _price(some: Plan, weight: float) -> float:
@@ -252,15 +253,20 @@ def _data_parallel(cost: CostModel, batch: int, graph: LayerGraph | None, extrap
 
 def predicted_plan(cost: CostModel, found: BurstSearch, point: BurstPoint, graph: LayerGraph | None = None) -> Plan:
     """The plan behind a point, with step time and device-time as the simulator has them."""
-    model = cost.profile(cost.device_type(0))
-    made = Plan(
+    model = graph or cost.profile(cost.device_type(0))
+    made = planned(found, point, model)
+    return predict(made, cost, dataflow(made, model))
+
+
+def planned(found: BurstSearch, point: BurstPoint, model: Profile | LayerGraph) -> Plan:
+    """The plan behind a point, not yet predicted; `model` has the layers that were searched."""
+    return Plan(
         model=model.model,
         strategy="burst",
-        num_devices=cost.cluster.num_devices,
+        num_devices=len(found.cost.widths.devices),
         batch=found.cost.widths.batch,
-        blocks=tuple(_blocks(found, point, cost.layers)),
+        blocks=tuple(_blocks(found, point, [layer.name for layer in model.layers])),
     )
-    return predict(made, cost, dataflow(made, graph or model))
 
 
 def _blocks(found: BurstSearch, point: BurstPoint, names: Sequence[str]) -> Iterator[PlannedBlock]:
