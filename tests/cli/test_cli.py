@@ -41,11 +41,21 @@ def test_profile_imports_and_estimates_measurements_of_others(
     assert "estimated from A100" in shown
 
 
-def test_demo_tells_the_story(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["demo", "zoo:tiny_mlp"]) == 0
-    shown = capsys.readouterr().out
+def test_demo_tells_the_story(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    assert run(["demo", "zoo:tiny_mlp", "--devices", "2", "--steps", "6", "--run-folder", str(folder), "--json"]) == 0
+    printed, shown = capsys.readouterr()
     assert "traced into layers" in shown
     assert "A sample costs" in shown
+    assert "devices × layers" in shown  # the skyline
+    assert "losses differ by" in shown
+    ways = json.loads(printed)["burst"]
+    assert set(ways) == {"data parallel", "burst"}
+    for figures in ways.values():
+        assert 0 < figures["predicted_step_time_s"] <= figures["least_step_time_on_these_cores_s"]
+        assert figures["measured_step_time_s"] > 0
+        assert "predicted and measured" in Path(figures["report"]).read_text()
+    assert ways["burst"]["last_loss"] == pytest.approx(ways["data parallel"]["last_loss"], rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -1,43 +1,59 @@
-"""`burstpool demo`: the story so far, on this machine: trace a small model, measure it, show it."""
+"""`burstpool demo`: the whole story on this machine, step by step, in about two minutes.
 
-from typing import Annotated
+What is shown is the list STEPS; each step's code lies in a file of its own (`cli/demo_*.py`). With `--json`, the story
+goes to standard error and its figures, one JSON object, to standard output.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from burstpool.cli.progress import progress_bar
-from burstpool.cli.show import show_graph, show_profile
+from burstpool.cli.demo_burst import plan_and_train
+from burstpool.cli.demo_measure import measure_layers, trace_model
+from burstpool.cli.demo_story import Step, Story
 
-_BATCHES = (1, 4, 16, 64)
+STEPS = (
+    Step(title="{job}: an unmodified nn.Module, traced into layers", tell=trace_model),
+    Step(title="Each layer measured on one core of this machine", tell=measure_layers),
+    Step(title="A burst plan for {num_devices} workers, trained beside data parallelism", tell=plan_and_train),
+)
+_MODEL = "zoo:tiny_vgg"
+_MODEL_SETTINGS = {"width": 64, "batch": 16}
+"""Large enough that its layers differ in how many devices they pay for."""
 
 
 def demo(
-    model: Annotated[str, typer.Argument(help="What to look at.")] = "zoo:tiny_vgg",
+    model: Annotated[str, typer.Argument(metavar="[JOB]", help="What to look at: job.py or zoo:NAME.")] = _MODEL,
+    devices: Annotated[int, typer.Option(help="Workers that stand for devices.", min=1)] = 4,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.", min=1)] = 60,
+    run_folder: Annotated[
+        Path | None, typer.Option(help="Where to write runs and reports; runs/demo-TIME if left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
-    """Trace, profile and show a small model."""
+    """Trace, measure, plan and train a small model, and show each step."""
     from burstpool.job import load_job
-    from burstpool.model.trace import trace
-    from burstpool.profiling.measure import profile
+    from burstpool.run.folder import new_run_path
 
-    console = Console()
-    job = load_job(model)
-    example, target = job.samples(4)
-    console.print(Text(f"1. {job.name}: an unmodified nn.Module, traced into layers", style="bold"))
-    traced = trace(job.build_model().train(), example)
-    show_graph(traced.graph, console)
-    console.print(Text("\n2. Each layer measured on one core of this machine", style="bold"))
-    with progress_bar("profiling") as progress:
-        measured = profile(
-            traced, batches=_BATCHES, loss=job.loss, target=target, name=job.name, use_cache=False, progress=progress
-        )
-    show_profile(measured, console)
-    small, large = _BATCHES[0], _BATCHES[-1]
-    lost = (measured.step_time_s(small) / small) / (measured.step_time_s(large) / large)
-    console.print(
-        Text(
-            f"\nA sample costs {lost:.1f}× as much at batch {small} as at batch {large}: what a job wastes when it "
-            "is spread thin over many devices, and what Burstpool is there to win back.",
-            style="bold",
-        )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    settings: dict[str, Any] = dict(_MODEL_SETTINGS) if model == _MODEL else {}
+    story = Story(
+        console=Console(stderr=as_json),
+        source=model,
+        settings=settings,
+        job=load_job(model, settings),
+        num_devices=devices,
+        steps=steps,
+        folder=run_folder or new_run_path("demo", Path("runs")),
     )
+    for number, step in enumerate(STEPS, 1):
+        title = step.title.format(job=story.job.name, num_devices=devices)
+        story.say(f"{'' if number == 1 else chr(10)}{number}. {title}", style="bold")
+        step.tell(story)
+    if as_json:
+        print(json.dumps({"job": story.job.name, "num_devices": devices, "folder": str(story.folder)} | story.figures))
