@@ -42,6 +42,8 @@ class Job:
     """Builds the learning-rate schedule, stepped once a step."""
     batch: int = 32
     """Samples a step over all devices together, unless the command line says otherwise."""
+    evaluation: "Dataset[Any] | None" = None
+    """Held-out samples `(input, target)`: a sweep ranks its trials by their mean loss over these."""
     seed: int = 0
     """Seeds the model's initial weights, the order of the data and the steps' random numbers."""
     name: str = ""
@@ -70,7 +72,7 @@ class Job:
         except JobError:
             raise
         except Exception as error:
-            raise JobError(f"the model of job {self.name!r} cannot be built: {_in_words(error)}") from error
+            raise JobError(f"the model of job {self.name!r} cannot be built: {in_words(error)}") from error
         if not isinstance(model, torch.nn.Module):
             raise JobError(f"Job.model of {self.name!r} returned a {type(model).__name__}; it must return a module")
         return model
@@ -89,7 +91,7 @@ class Job:
             inputs, targets = default_collate([self.data[i % length] for i in range(batch)])
         except Exception as error:
             raise JobError(
-                f"the samples of job {self.name!r} cannot be batched: {_in_words(error)}; "
+                f"the samples of job {self.name!r} cannot be batched: {in_words(error)}; "
                 "each must be (input, target), all of one shape"
             ) from error
         return inputs, targets
@@ -113,15 +115,25 @@ def load_job(source: str | os.PathLike[str], settings: Mapping[str, Any] | None 
 
     Values may be strings, as `--set` gives them, or already of the annotated type.
     """
+    name, function = job_function(source)
+    return make_job(function, settings or {}, source=str(source), name=name)
+
+
+def job_function(source: str | os.PathLike[str]) -> tuple[str, Callable[..., Any]]:
+    """How a job is called, and the function that makes it; the file is imported once for many jobs of it."""
     source = str(source)
-    name, function = _zoo_function(source) if source.startswith("zoo:") else _file_function(source)
-    accepted = check_settings(function, settings or {}, source=source)
+    return _zoo_function(source) if source.startswith("zoo:") else _file_function(source)
+
+
+def make_job(function: Callable[..., Any], settings: Mapping[str, Any], *, source: str, name: str) -> Job:
+    """The function's job with the given hyper-parameters; `source` names it in errors."""
+    accepted = check_settings(function, settings, source=source)
     try:
         job = function(**accepted)
     except JobError:
         raise
     except Exception as error:
-        raise JobError(f"{source} failed: {_in_words(error)}") from error
+        raise JobError(f"{source} failed: {in_words(error)}") from error
     if not isinstance(job, Job):
         raise JobError(f"{source} returned a {type(job).__name__}; it must return a burstpool.Job")
     return dataclasses.replace(job, name=job.name or name, settings=settings_of(function, accepted))
@@ -226,11 +238,12 @@ def _import_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise JobError(f"{path} cannot be imported: {_in_words(error)}") from error
+        raise JobError(f"{path} cannot be imported: {in_words(error)}") from error
     return module
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """What the user's code raised, and on which line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())} ({_last_user_line(error)})"
 
 

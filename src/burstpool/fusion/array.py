@@ -269,12 +269,18 @@ class FusedArray:
             scaler.keep(kept, self.active)
 
     def admit(
-        self, model: nn.Module, *, seed: int | None = None, scheduler: Mapping[str, Any] | None = None, **options: Any
+        self,
+        model: nn.Module,
+        *,
+        seed: int | None = None,
+        scheduler: Mapping[str, Any] | None = None,
+        job: "Job | None" = None,
+        **options: Any,
     ) -> int:
         """Adds a model of the same shape as the last member, with a fresh optimizer state; returns its index.
 
         `options` are its optimizer options, `scheduler` its arguments of the schedule; what is left out is what
-        member 0 was given.
+        member 0 was given. `job` is what it was made of, for an array that was made from jobs.
         """
         index = len(self)
         empty = skeleton(model)
@@ -283,6 +289,7 @@ class FusedArray:
             optimizer.check_options(options)
         for training, mode in self._modes.items():
             mode.admit(empty, lambda training=training: _in_mode(model, training))  # type: ignore[misc]
+        self.jobs = [*self.jobs, job] if self.jobs and job is not None else []
         self.state.admit(model)
         self.streams.admit(index if seed is None else seed)
         self.active = torch.cat([self.active, torch.ones_like(self.active[:1])])

@@ -49,6 +49,7 @@ def member_state(array: "FusedArray", index: int) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "state": array.state.member(index),
+        "hidden": _hidden(array, index),
         "optimizers": [optimizer.member_state_dict(index) for optimizer in array.optimizers],
         "schedulers": [scheduler.schedulers[index].state_dict() for scheduler in array.schedulers],
         "stream": array.streams.generators[index].get_state(),
@@ -67,11 +68,22 @@ def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any])
                 f"the member was saved with {len(saved[part])} {part}, the array has {len(getattr(array, part))}"
             )
     array.state.load(index, saved["state"])
+    with torch.no_grad():
+        for key, value in saved.get("hidden", {}).items():
+            array.state.buffers[key][index].copy_(value)
     array.streams.generators[index].set_state(saved["stream"])
     for scheduler, state in zip(array.schedulers, saved["schedulers"], strict=True):
         scheduler.schedulers[index].load_state_dict(state)
     for optimizer, state in zip(array.optimizers, saved["optimizers"], strict=True):
         optimizer.load_member_state_dict(index, state)
+
+
+def _hidden(array: "FusedArray", index: int) -> dict[str, torch.Tensor]:
+    """Buffers that are no part of a state dict."""
+    shown = {
+        array.state.aliases[key] for key in array.state.skeletons[index].state_dict() if key in array.state.aliases
+    }
+    return {key: buffer[index].clone() for key, buffer in array.state.buffers.items() if key not in shown}
 
 
 def _check(array: "FusedArray", state: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.inputs import model_arguments
 from burstpool.fusion.modes import Example, Mode
+from burstpool.fusion.same import same_function
 from burstpool.fusion.state import skeleton
 from burstpool.fusion.structure import check_same_state
 
@@ -52,14 +53,53 @@ def group_models(models: Sequence[nn.Module], examples: Sequence[Any]) -> Groupi
 
 def group_jobs(jobs: "Sequence[Job]", *, batch: int | None = None) -> Grouping:
     """Groups jobs by model, loss, batch and kind of optimizer; rates, seeds and other numbers may differ."""
-    candidates = []
-    for job in jobs:
-        optimizer = type(job.optimizer([nn.Parameter(torch.zeros(1))])).__name__
-        schedule = "a schedule" if job.scheduler else "no schedule"
-        loss = getattr(job.loss, "__qualname__", repr(job.loss))
-        text = f"{optimizer}, {schedule}, loss {loss}, batch {batch or job.batch}"
-        candidates.append(_Candidate(job.build_model(), job.example(batch or job.batch), text))
-    return _grouped(candidates)
+    return _grouped([_candidate(job, job.build_model(), batch) for job in jobs])
+
+
+class Groups:
+    """Groups of jobs that come one by one."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _Group] = {}
+        self._next = 0
+        self.reasons: dict[int, str] = {}
+        """For each group but the first: why its first job could not join an earlier one."""
+
+    def place(self, job: "Job", model: nn.Module, *, batch: int | None = None) -> int:
+        """The number of the group that the job, with its built model, goes to; a new one where it fits in none."""
+        candidate = _candidate(job, model, batch)
+        reason = ""
+        for number, group in self._groups.items():
+            try:
+                group.add(len(group.members), candidate)
+                return number
+            except FusionError as error:
+                reason = str(error)
+        return self.open(candidate, reason=reason)
+
+    def open(self, candidate: "_Candidate | None" = None, *, number: int | None = None, reason: str = "") -> int:
+        """A new group; without a candidate it is one that no other job joins."""
+        number = self._next if number is None else number
+        self._next = max(self._next, number + 1)
+        if candidate is not None:
+            self._groups[number] = _Group(0, candidate)
+        if reason:
+            self.reasons[number] = reason
+        return number
+
+    def reopen(self, number: int, job: "Job", model: nn.Module, *, batch: int | None = None) -> None:
+        """A group of an earlier process, by its first job."""
+        self.open(_candidate(job, model, batch), number=number)
+
+
+def _candidate(job: "Job", model: nn.Module, batch: int | None) -> "_Candidate":
+    optimizer = job.optimizer(model.parameters())
+    # What of an optimizer is no number must agree for one update of all.
+    flags = [f"{k}={v}" for k, v in optimizer.defaults.items() if isinstance(v, bool | str) and v]
+    schedule = "a schedule" if job.scheduler else "no schedule"
+    loss = getattr(job.loss, "__qualname__", type(job.loss).__name__)
+    text = f"{' '.join([type(optimizer).__name__, *flags])}, {schedule}, loss {loss}, batch {batch or job.batch}"
+    return _Candidate(model, job.example(batch or job.batch), text, job.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +109,7 @@ class _Candidate:
     model: nn.Module
     example: Example
     setting: str
+    loss: Callable[..., Any] | None = None
 
 
 class _Group:
@@ -83,6 +124,8 @@ class _Group:
         """Takes the candidate in, or raises FusionError saying why not."""
         if other.setting != self.first.setting:
             raise FusionError(f"it trains with {other.setting}, the other with {self.first.setting}")
+        if self.first.loss and other.loss and not same_function(self.first.loss, other.loss):
+            raise FusionError("its loss is not surely the other's: other code, or other values in it")
         empty = skeleton(other.model)
         check_same_state(self._empty, empty, member=index)
         if _shapes(other.example) != _shapes(self.first.example):

@@ -1,6 +1,6 @@
 """From jobs to an array: each job's optimizer and schedule, read off and given to its member."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,8 @@ _SETTINGS = {"params", "initial_lr", "param_names"}
 
 def attach(array: "FusedArray", jobs: "Sequence[Job]") -> None:
     """Gives the array its jobs' optimizers and schedules."""
-    made = [job.optimizer([nn.Parameter(torch.zeros(1))]) for job in jobs]
+    names, parameters = _stand_ins(array)
+    made = [job.optimizer(list(parameters)) for job in jobs]
     for index, optimizer in enumerate(made):
         if type(optimizer) is not type(made[0]):
             raise FusionError(
@@ -26,7 +27,7 @@ def attach(array: "FusedArray", jobs: "Sequence[Job]") -> None:
                 "fuse them apart"
             )
     array.jobs = list(jobs)
-    array.optimizer(type(made[0]), **together([options(optimizer) for optimizer in made]))
+    array.optimizer(type(made[0]), **_all_options(array, names, made))
     schedules = [job.scheduler for job in jobs]
     if any(schedule is None for schedule in schedules):
         if any(schedule is not None for schedule in schedules):
@@ -35,15 +36,46 @@ def attach(array: "FusedArray", jobs: "Sequence[Job]") -> None:
     array.scheduler(_apply, schedule=schedules)
 
 
+def _stand_ins(array: "FusedArray") -> tuple[dict[int, str], list[nn.Parameter]]:
+    """One member's parameters in shape only, which take no memory, and their keys.
+
+    With them a job's groups of parameters (no decay for biases) come out as the user made them.
+    """
+    made = {
+        key: nn.Parameter(parameter.new_zeros(()).expand(parameter.shape[1:]), requires_grad=parameter.requires_grad)
+        for key, parameter in array.named_parameters()
+    }
+    return {id(parameter): key for key, parameter in made.items()}, list(made.values())
+
+
+def _all_options(array: "FusedArray", names: Mapping[int, str], made: Sequence[Any]) -> dict[str, Any]:
+    """The optimizers' options as `array.optimizer` takes them: numbers that differ as lists, groups by keys."""
+    trained = {key for key, parameter in array.named_parameters() if parameter.requires_grad}
+    keys = [[[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in made]
+    for index, other in enumerate(keys):
+        if other != keys[0]:
+            raise FusionError(f"the optimizer of member {index} groups parameters unlike that of member 0")
+    if left_out := trained - {key for group in keys[0] for key in group}:
+        raise FusionError(f"the optimizer leaves out {sorted(left_out)[0]!r}; freeze it by requires_grad=False instead")
+    if len(keys[0]) == 1:
+        return together([options(optimizer) for optimizer in made])
+    groups = [
+        {"keys": mine, **together([options(optimizer, group=place) for optimizer in made])}
+        for place, mine in enumerate(keys[0])
+    ]
+    # What a class cannot do without; every group has its own value of it.
+    return {"groups": groups, **options(made[0])}
+
+
 def _apply(optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
     return schedule(optimizer)
 
 
-def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The options an optimizer was made with."""
-    group = optimizer.param_groups[0]
+def options(optimizer: torch.optim.Optimizer, *, group: int = 0) -> dict[str, Any]:
+    """The options one of an optimizer's groups was made with."""
+    made = optimizer.param_groups[group]
     known = optimizer.defaults.keys() - _SETTINGS - _derived(optimizer)
-    return {name: group[name] for name in group if name in known}
+    return {name: made[name] for name in made if name in known}
 
 
 def _derived(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -38,7 +38,9 @@ class RecordedStep:
         autocast: torch.dtype | None = None,
         max_norm: float | Sequence[float | None] | None = None,
         compiled: bool = False,
+        must_record: bool = True,
     ) -> None:
+        """`must_record=False` runs a step that cannot be recorded as it is written, instead of refusing it."""
         self.array, self.optimizer, self.loss, self.per_member = array, optimizer, loss, per_member
         self.autocast, self.max_norm = autocast, max_norm
         self._members = len(array)
@@ -46,7 +48,7 @@ class RecordedStep:
             array.compile()
         self._static = pytree.tree_map(_owned, (inputs, targets))
         self._graph: torch.cuda.CUDAGraph | None = None
-        if array.device.type == "cuda":
+        if array.device.type == "cuda" and (must_record or isinstance(optimizer, FusedOptimizer)):
             self._record()
 
     def __call__(self, inputs: Any, *targets: Any) -> Tensor:
