@@ -39,10 +39,15 @@ def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def export_weights(checkpoint: Path, path: Path) -> Path:
     """Writes the file whole or not at all."""
+    return write_weights(load_weights(checkpoint), path)
+
+
+def write_weights(weights: dict[str, torch.Tensor], path: Path) -> Path:
+    """A state dict whose tensors share no memory as a safetensors file, whole or not at all."""
     from safetensors.torch import save_file
 
     aside = path.with_name(f".{path.name}.part")
-    save_file(load_weights(checkpoint), aside)
+    save_file(weights, aside)
     aside.chmod(0o644)  # safetensors' 0600 would hide the file from the user's group
     aside.replace(path)
     return path

@@ -72,6 +72,30 @@ def needed_ranges(plan: Plan, graph: LayerGraph, device: int) -> tuple[tuple[int
     return tuple(joined)
 
 
+class Samples:
+    """A job's samples, put together to batches; the same whoever loads them and when."""
+
+    def __init__(self, job: Job, *, seeded: bool | None = None) -> None:
+        self._job = job
+        self._seeded = _draws_random_numbers(job) if seeded is None else seeded
+
+    def collated(self, indices: Sequence[int], epoch: int) -> tuple[Any, Any]:
+        """`(input, target)` of these samples."""
+        inputs, target = default_collate(list(self._each(indices, epoch)))
+        return inputs, target
+
+    def _each(self, indices: Sequence[int], epoch: int) -> Iterable[Any]:
+        if not self._seeded:
+            return (self._job.data[index] for index in indices)
+        return (self._seeded_sample(index, mix(self._job.seed, "data", epoch, index)) for index in indices)
+
+    def _seeded_sample(self, index: int, seed: int) -> Any:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        return self._job.data[index]
+
+
 class Batches:
     """Samples put together on the CPU, one step after the other, from any position on. Needs no model."""
 
@@ -79,7 +103,7 @@ class Batches:
         """`ranges`: (start, stop) of the samples of each minibatch that are wanted."""
         self._job, self._ranges, self._batch, self._num_minibatches = job, ranges, batch, num_minibatches
         self._order = self._order_from(Position())
-        self._seeded = bool(ranges) and _draws_random_numbers(job)
+        self._samples = Samples(job, seeded=None if ranges else False)
 
     @property
     def position(self) -> Position:
@@ -104,19 +128,8 @@ class Batches:
         self._order.take()
 
     def _load(self, indices: Sequence[int], epoch: int, start: int) -> Batch:
-        inputs, target = default_collate(list(self._samples(indices, epoch)))
+        inputs, target = self._samples.collated(indices, epoch)
         return Batch(start, start + len(indices), inputs, target)
-
-    def _samples(self, indices: Sequence[int], epoch: int) -> Iterable[Any]:
-        if not self._seeded:
-            return (self._job.data[index] for index in indices)
-        return (self._seeded_sample(index, mix(self._job.seed, "data", epoch, index)) for index in indices)
-
-    def _seeded_sample(self, index: int, seed: int) -> Any:
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        return self._job.data[index]
 
     def _order_from(self, position: Position) -> DataOrder:
         return DataOrder(

@@ -26,6 +26,13 @@ class Position:
     """Samples of the epoch that are used up."""
 
 
+def position_at(step: int, num_samples: int, *, samples_per_step: int) -> Position:
+    """Where the data stands after so many steps of one size."""
+    check_enough(num_samples, samples_per_step=samples_per_step)
+    epoch, steps = divmod(step, num_samples // samples_per_step)
+    return Position(epoch=epoch, sample=steps * samples_per_step)
+
+
 def check_enough(num_samples: int, *, samples_per_step: int) -> None:
     """Refuses data that does not fill one step."""
     if num_samples < samples_per_step:

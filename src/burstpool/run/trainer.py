@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from burstpool import __version__
 from burstpool.artifact import write_whole
 from burstpool.engine.base import Engine, Workers
 from burstpool.engine.failure import WorkerError
@@ -40,6 +39,7 @@ from burstpool.run.setup import trace_job
 from burstpool.run.worker import JobSource, Task, work
 from burstpool.schedule.lower import lower
 from burstpool.schedule.validate import validate
+from burstpool.version import __version__
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25
