@@ -4,7 +4,7 @@ Takes Contents. Computes nothing of its own: figures, overlay and charts do. Wha
 models, blocks and layers, settings) is escaped in `element`'s attributes and in `text_of`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from burstpool.report.charts import layer_bars, loss_curve, skyline, step_time_curve
 from burstpool.report.contents import Contents, PlannedWork
@@ -12,12 +12,14 @@ from burstpool.report.draw_charts import curve_picture, layers_picture, skyline_
 from burstpool.report.draw_timeline import kinds_legend, shown_note, timeline_picture
 from burstpool.report.figures import Figures, block_seconds, figures
 from burstpool.report.overlay import overlay
-from burstpool.report.svg import element, palette_css, stylesheet, text_of
+from burstpool.report.parts import details, document, header
+from burstpool.report.parts import section as _section
+from burstpool.report.parts import tile as _tile
+from burstpool.report.parts import warnings as _notes
+from burstpool.report.svg import element, text_of
 from burstpool.report.words import number, percent, runs, seconds, signed_percent
 
 _MOST_BLOCKS = 300
-_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Nothing is ever loaded, whatever a name may contain."""
 
 
 def page(contents: Contents) -> str:
@@ -29,7 +31,7 @@ def page(contents: Contents) -> str:
         _training(contents, found),
         _layers(contents),
         _blocks(contents),
-        _details(contents),
+        details(contents.details),
     )
     body = element(
         "main",
@@ -39,24 +41,14 @@ def page(contents: Contents) -> str:
         *sections,
         element("footer", text_of(f"Made by {contents.made_by}.")),
     )
-    head = (
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_SECURITY}">',
-        element("title", text_of(f"{contents.model} · Burstpool")),
-        element("style", palette_css(), stylesheet("page.css"), stylesheet("chart.css")),
-    )
-    script = element("div", id="tip") + element("script", stylesheet("page.js"))
-    return f'<!doctype html>\n<html lang="en"><head>{"".join(head)}</head>\n<body>{body}\n{script}</body></html>\n'
+    return document(contents.model, body)
 
 
 def _header(contents: Contents) -> str:
     words = [f"{contents.strategy} plan" if contents.strategy else ""]
     words.append(" and ".join(timeline.source for timeline in contents.timelines))
     words += [contents.details[name] for name in ("source", "started") if name in contents.details]
-    lead = " · ".join(word for word in words if word)
-    title = element("div", element("h1", text_of(contents.model)), element("p", text_of(lead), class_="lead"))
-    return element("header", title, element("button", "light / dark", id="theme", type="button"))
+    return header(contents.model, words)
 
 
 def _tiles(found: Figures) -> Iterator[str]:
@@ -89,24 +81,6 @@ def _both(measured: float | None, predicted: float | None, write: Callable[[floa
     if measured is None:
         return write(predicted), "predicted"
     return write(measured), f"{write(predicted)} predicted" if predicted is not None else "measured"
-
-
-def _tile(what: str, figure: str, more: str) -> str:
-    lines = (("what", what), ("figure", figure), ("more", more))
-    return element("div", *(element("div", text_of(text), class_=name) for name, text in lines), class_="tile")
-
-
-def _notes(notes: Sequence[str]) -> str:
-    if not notes:
-        return ""
-    items = (element("li", text_of(note)) for note in notes)
-    return element("section", element("ul", *items), class_="warning")
-
-
-def _section(title: str, *inside: str, notes: Iterable[str] = (), beside: str = "", long: bool = False) -> str:
-    head = element("div", element("h2", text_of(title)), beside, class_="head")
-    below = (element("p", text_of(note), class_="note") for note in notes)
-    return element("section", head, *inside, *below, class_="long" if long else None)
 
 
 def _timeline(contents: Contents) -> str:
@@ -200,10 +174,3 @@ def _block_cells(block: PlannedWork) -> tuple[str, ...]:
     least, most = min(block.samples, default=0), max(block.samples, default=0)
     samples = number(most) if least == most else f"{least}–{most}"
     return block.name, str(block.num_layers), str(len(block.devices)), runs(block.devices), samples
-
-
-def _details(contents: Contents) -> str:
-    if not contents.details:
-        return ""
-    pairs = (element("dt", text_of(name)) + element("dd", text_of(text)) for name, text in contents.details.items())
-    return _section("Details", element("dl", *pairs))
