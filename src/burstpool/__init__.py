@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from burstpool.profiling.estimate import estimate
     from burstpool.profiling.measure import profile
     from burstpool.profiling.profile import Profile
+    from burstpool.sweeping.sweep import sweep
 
 _HOMES = {
     "BurstpoolError": "burstpool.errors",
@@ -32,6 +33,7 @@ _HOMES = {
     "fuse": "burstpool.fusion.array",
     "load_job": "burstpool.job",
     "profile": "burstpool.profiling.measure",
+    "sweep": "burstpool.sweeping.sweep",
     "trace": "burstpool.model.trace",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "fuse",
     "load_job",
     "profile",
+    "sweep",
     "trace",
 ]
 

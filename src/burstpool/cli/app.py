@@ -17,6 +17,7 @@ from burstpool.cli.plan import plan
 from burstpool.cli.profile import profile
 from burstpool.cli.report import report
 from burstpool.cli.simulate import simulate
+from burstpool.cli.sweep import sweep
 from burstpool.cli.train import train
 from burstpool.errors import BurstpoolError
 
@@ -32,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (demo, profile, cluster, plan, simulate, train, report):
+for verb in (demo, profile, cluster, plan, simulate, train, sweep, report):
     app.command()(verb)
 
 

@@ -26,6 +26,7 @@ from burstpool.report.contents import Contents, LayerTime, PlannedWork, TrainedS
 from burstpool.report.figures import Figures, figures
 from burstpool.report.html import page
 from burstpool.report.perfetto import trace
+from burstpool.report.sweep_page import sweep_page
 from burstpool.report.timeline import Timeline
 from burstpool.report.words import percent, seconds, signed_percent
 from burstpool.run.folder import RunFolder, RunRecord, read_losses
@@ -56,6 +57,9 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
     """Make one page of a run: predicted and measured, plan, losses, layers."""
+    if run_folder is not None and (run_folder / "sweep.json").is_file():
+        _report_sweep(run_folder, output, open_page=open_page, as_json=as_json)
+        return
     contents = gather(run_folder, timelines=timelines or (), plan_file=plan, profile_file=profile)
     if perfetto is not None and not contents.timelines:
         raise ArtifactError("there is no timeline to make a trace of; give --timeline timeline.json")
@@ -68,6 +72,23 @@ def report(
         print(json.dumps(files | dataclasses.asdict(found) | {"notes": list(contents.notes)}))
     else:
         _show(found, contents, [written, *([perfetto] if perfetto is not None else [])])
+    if open_page:
+        webbrowser.open(written.resolve().as_uri())
+
+
+def _report_sweep(run_folder: Path, output: Path | None, *, open_page: bool, as_json: bool) -> None:
+    """The page of a sweep: curves of all trials; also of one that still runs."""
+    from burstpool.sweeping.folder import SweepFolder  # imports torch
+    from burstpool.sweeping.outcome import sweep_contents
+
+    contents = sweep_contents(SweepFolder.open(run_folder))
+    written = write_whole(output or run_folder / "report.html", sweep_page(contents))
+    if as_json:
+        print(json.dumps({"report": str(written), "trials": len(contents.trials), "best": contents.best}))
+    else:
+        line = f"{contents.job}: {len(contents.trials)} trials by {contents.search} search"
+        for text in (line, *(f"note: {note}" for note in contents.notes), f"Written to {written}"):
+            Console().print(text, markup=False, highlight=False, soft_wrap=True)
     if open_page:
         webbrowser.open(written.resolve().as_uri())
 

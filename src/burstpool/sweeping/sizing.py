@@ -1,0 +1,120 @@
+"""Sizing: how many trials an array should hold, and how fast training one after another would be.
+
+Takes the first trial's job and trains copies of it for a few steps that count for nothing. Returns a `Sizing`, which is
+written down before the sweep begins: what follows then depends on no clock, and a resumed sweep makes the same moves.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from burstpool.artifact import STRICT
+from burstpool.fusion.array import Execution
+from burstpool.fusion.group import array_size, knee, member_bytes
+from burstpool.job import Job, model_arguments
+from burstpool.sweeping.feed import Feed
+from burstpool.sweeping.trial_array import TrialArray
+
+_GAIN = 1.1
+"""Twice the members must bring so much more throughput."""
+_MOST_PLACES = 256
+_STEPS, _REPEATS = 4, 6
+"""Runs of so many steps that are timed, after one that is not."""
+_ENOUGH_S = 0.5
+"""Timing ends early after so long."""
+_SLOTS = 2
+"""Tensors of optimizer state a weight, where memory is estimated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """What was measured, and what follows."""
+
+    __pydantic_config__ = STRICT
+
+    places: int
+    """Members of an array."""
+    serial_samples_per_s: float
+    """One plain model with its optimizer, no array: what training one after another reaches."""
+    samples_per_s: Mapping[int, float]
+    """Members → samples/s over all of them, for the sizes that were tried."""
+
+
+def measure_sizing(
+    job: Job, *, most: int, places: int | None, device: torch.device, mode: Execution, batch: int | None
+) -> Sizing:
+    """Array sizes are doubled until it does not pay or memory ends; `places` is taken as given."""
+    samples = batch or job.batch
+    serial = samples / _serial_step_s(job, device, samples)
+    if places is not None:
+        return Sizing(places=places, serial_samples_per_s=serial, samples_per_s={})
+    trial_array = TrialArray(device=device, mode=mode, batch=batch)
+    found: dict[int, float] = {}
+    most = min(most, _MOST_PLACES)
+    size, peaks = 1, [0, 0]
+    while size <= most:
+        try:
+            while len(trial_array.numbers) < size:
+                trial_array.place(len(trial_array.numbers), job, job.build_model(), None)
+            found[size] = size * samples / _array_step_s(trial_array)
+        except torch.OutOfMemoryError:
+            break
+        if size <= 2:
+            peaks[size - 1] = _peak_bytes(trial_array, samples, size)
+        if size == 2:
+            most = min(most, array_size(one_bytes=peaks[0], two_bytes=peaks[1], memory_bytes=_memory_bytes(device)))
+        if knee(found, gain=_GAIN) != size or size == most:
+            break
+        size = min(2 * size, most)
+    return Sizing(places=knee(found or {1: serial}, gain=_GAIN), serial_samples_per_s=serial, samples_per_s=found)
+
+
+def _serial_step_s(job: Job, device: torch.device, samples: int) -> float:
+    """A step of one model as its user would write it."""
+    model = job.build_model().to(device)
+    optimizer = job.optimizer(model.parameters())
+    feed = Feed([job], [0], batch=samples, device=device)
+
+    def train() -> None:
+        for _ in range(_STEPS):
+            batch = feed.take()
+            args, kwargs = model_arguments(batch.inputs)
+            optimizer.zero_grad()
+            job.loss(model(*args, **kwargs), batch.target).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout must not move the user's stream
+        return _step_s(train, device)
+
+
+def _array_step_s(trial_array: TrialArray) -> float:
+    steps = [0] * len(trial_array.numbers)
+    return _step_s(lambda: trial_array.run(_STEPS, steps, lambda: False), trial_array.device)
+
+
+def _step_s(train: Callable[[], object], device: torch.device) -> float:
+    """Seconds a step, the smallest of a few: what else the machine does only ever adds."""
+    times_s: list[float] = []
+    while len(times_s) <= _REPEATS and (len(times_s) < 2 or sum(times_s) * _STEPS < _ENOUGH_S):
+        begin = time.perf_counter()
+        train()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times_s.append((time.perf_counter() - begin) / _STEPS)
+    return min(times_s[1:])
+
+
+def _peak_bytes(trial_array: TrialArray, samples: int, size: int) -> int:
+    if trial_array.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(trial_array.device)
+    assert trial_array.array is not None
+    return size * member_bytes(trial_array.array, samples=samples, slots=_SLOTS)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,178 @@
+"""The space: which values each hyper-parameter may take.
+
+    lr=0.1,0.03,0.01        one of these; one value alone is fixed
+    lr=float:0.01..0.1      anything in between, evenly
+    lr=log:1e-4..1e-1       anything in between, evenly in the logarithm
+    width=int:16..64        whole numbers, both ends included
+    width=logint:16..1024   whole numbers, evenly in the logarithm
+
+Takes such texts, or a dict of lists, `Range`s and texts. Returns a `Space`. Every value is checked against the job
+function's annotations before anything is trained. Values cannot hold commas.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from burstpool.artifact import STRICT
+from burstpool.errors import JobError
+from burstpool.job import check_settings, parse_settings
+from burstpool.run.folder import Setting
+
+Kind = Literal["float", "log", "int", "logint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """One of several values."""
+
+    __pydantic_config__ = STRICT
+
+    values: tuple[Setting, ...]
+
+    def at(self, place: float) -> Setting:
+        """The value at a place from 0 to 1, 1 excluded."""
+        return self.values[int(place * len(self.values))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Anything from `low` to `high`."""
+
+    __pydantic_config__ = STRICT
+
+    low: float
+    high: float
+    kind: Kind = "float"
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise JobError(f"a range has no kind {self.kind!r}; pass one of {', '.join(get_args(Kind))}")
+        if not self.low < self.high or not math.isfinite(self.high - self.low):
+            raise JobError(f"the range {self} is empty; its first end must be below its second")
+        if self.kind.startswith("log") and self.low <= 0:
+            raise JobError(f"the range {self} must begin above 0 to be even in the logarithm")
+        if self.whole and (self.low != int(self.low) or self.high != int(self.high)):
+            raise JobError(f"the range {self} must have whole ends")
+
+    @property
+    def whole(self) -> bool:
+        """Whether only whole numbers count."""
+        return self.kind in ("int", "logint")
+
+    def at(self, place: float) -> Setting:
+        """The value at a place from 0 to 1, 1 excluded."""
+        low, high = (self.low, self.high + 1) if self.whole else (self.low, self.high)
+        if self.kind.startswith("log"):
+            value = math.exp(math.log(low) + place * (math.log(high) - math.log(low)))
+        else:
+            value = low + place * (high - low)
+        value = min(max(value, self.low), self.high)  # rounding must not leave the range
+        return int(value) if self.whole else value
+
+    def __str__(self) -> str:
+        low, high = (
+            (int(self.low), int(self.high)) if self.whole and math.isfinite(self.high) else (self.low, self.high)
+        )
+        return f"{self.kind}:{low}..{high}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """All hyper-parameters that are searched, and those that are fixed."""
+
+    __pydantic_config__ = STRICT
+
+    axes: Mapping[str, Values | Range]
+
+    @property
+    def size(self) -> int | None:
+        """How many different settings there are; None for a space with ranges."""
+        if any(isinstance(axis, Range) for axis in self.axes.values()):
+            return None
+        return math.prod(len(axis.values) for axis in self.axes.values() if isinstance(axis, Values))
+
+    def grid(self, number: int) -> dict[str, Setting]:
+        """The settings with this number in the grid; the last name varies fastest."""
+        found: dict[str, Setting] = {}
+        for name, axis in reversed(list(self.axes.items())):
+            if not isinstance(axis, Values):
+                raise JobError(f"{name}={axis} is a range, and a grid needs values; use --search random")
+            number, place = divmod(number, len(axis.values))
+            found[name] = axis.values[place]
+        return {name: found[name] for name in self.axes}
+
+    def draw(self, number: int, *, seed: int) -> dict[str, Setting]:
+        """The settings with this number in a random order; where there are no ranges, none comes twice."""
+        if self.size is not None:
+            order = np.random.default_rng((seed, 0)).permutation(self.size)
+            return self.grid(int(order[number % self.size]))
+        places = np.random.default_rng((seed, 1, number)).random(len(self.axes))
+        return {name: axis.at(float(place)) for (name, axis), place in zip(self.axes.items(), places, strict=True)}
+
+
+def parse_space(words: Iterable[str]) -> dict[str, Values | Range]:
+    """What `--set` gives: `["lr=0.1,0.03", "width=int:16..64"]`."""
+    return {name: _axis(name, text) for name, text in parse_settings(words).items()}
+
+
+def checked_space(
+    axes: Mapping[str, Values | Range | str | Sequence[Any]], function: Callable[..., Any], *, source: str
+) -> Space:
+    """The space with values of the types that the job's function takes; refuses names and values it does not take."""
+    read = {name: _axis(name, axis) for name, axis in axes.items()}
+    for name, axis in read.items():
+        if isinstance(axis, Values) and len(set(map(repr, axis.values))) < len(axis.values):
+            raise JobError(f"{name} has a value twice; give each once")
+    first = {name: _ends(axis)[0] for name, axis in read.items()}
+    check_settings(function, first, source=source)
+    return Space(axes={name: _typed(name, axis, first, function, source) for name, axis in read.items()})
+
+
+def _typed(
+    name: str, axis: Values | Range, first: Mapping[str, Any], function: Callable[..., Any], source: str
+) -> Values | Range:
+    accepted = [check_settings(function, {**first, name: value}, source=source)[name] for value in _ends(axis)]
+    if isinstance(axis, Range):
+        if inspect.signature(function).parameters[name].annotation is int and not axis.whole:
+            raise JobError(f"{name} of {source} takes whole numbers; give {name}=int:{axis.low:g}..{axis.high:g}")
+        return axis
+    plain = all(isinstance(value, str | int | float | bool | None) for value in accepted)
+    return Values(values=tuple(accepted)) if plain else axis
+
+
+def _ends(axis: Values | Range) -> tuple[Any, ...]:
+    if isinstance(axis, Values):
+        return axis.values
+    return (int(axis.low), int(axis.high)) if axis.whole else (axis.low, axis.high)
+
+
+def _axis(name: str, axis: Any) -> Values | Range:
+    if isinstance(axis, Values | Range):
+        return axis
+    if isinstance(axis, str):
+        kind, colon, ends = axis.partition(":")
+        if colon and kind in get_args(Kind):
+            return _range(name, axis, kind, ends)
+        values: tuple[Any, ...] = tuple(axis.split(","))
+    elif isinstance(axis, Iterable):
+        values = tuple(axis)
+    else:
+        values = (axis,)
+    if not values or "" in values:
+        raise JobError(f"{name} has an empty value; give {name}=a,b,c or {name}=log:1e-4..1e-1")
+    return Values(values=values)
+
+
+def _range(name: str, text: str, kind: Any, ends: str) -> Range:
+    low, dots, high = ends.partition("..")
+    try:
+        if not dots:
+            raise ValueError
+        return Range(low=float(low), high=float(high), kind=kind)
+    except ValueError:
+        raise JobError(f"{name}={text} is not a range; write {name}={kind}:LOW..HIGH with two numbers") from None

@@ -1,0 +1,168 @@
+"""A sweep: many trials of one job, fused into arrays, each as if it were trained alone.
+
+    result = burstpool.sweep("job.py", {"lr": "log:1e-3..1e-1", "width": [32, 64]}, search="asha", trials=64)
+    result.best.settings, result.weights
+
+The main flow: check the space, measure the array size, write the run folder, run, export.
+"""
+
+import datetime
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from burstpool.errors import BurstpoolError, RunError
+from burstpool.fusion.array import Execution
+from burstpool.job import in_words, job_function
+from burstpool.run.folder import new_run_path
+from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
+from burstpool.sweeping.objective import HELD_OUT, TRAINING
+from burstpool.sweeping.outcome import SweepResult, write_outcome
+from burstpool.sweeping.runner import Builder, Observer, Runner
+from burstpool.sweeping.search import Search, SearchSetting, make_search, number_of_trials
+from burstpool.sweeping.sizing import measure_sizing
+from burstpool.sweeping.space import checked_space
+from burstpool.sweeping.trials import Trial
+from burstpool.version import __version__
+
+
+def sweep(
+    job: str | Path | Callable[..., Any] | None,
+    space: Mapping[str, Any] | None = None,
+    *,
+    search: str = "grid",
+    trials: int | None = None,
+    steps: int = 100,
+    seed: int = 0,
+    eta: int = 3,
+    first_rung: int | None = None,
+    array_size: int | None = None,
+    mode: Execution = "fastest",
+    device: str = "cpu",
+    batch: int | None = None,
+    keep_all: bool = False,
+    checkpoint_every_s: float = 30.0,
+    run_folder: str | Path | None = None,
+    resume: str | Path | None = None,
+    observer: Observer | None = None,
+) -> SweepResult:
+    """Trains the trials that a search asks for, `steps` steps each, and returns them all and the best.
+
+    `job` is `"job.py"`, `"zoo:NAME"` or a function that returns a Job; `space` says which values its arguments take:
+    a list, a `Range`, or a text as `--set` takes it. `search` is grid, random, asha or optuna. `seed` is the search's;
+    a trial's own is its job's. `array_size` is measured unless given. `resume` names a run folder to go on with: all
+    else is then as it was, and only a function must be passed again.
+    """
+    begin_s = time.perf_counter()
+    if resume is not None:
+        return _resumed(job, Path(resume), checkpoint_every_s, observer)
+    if job is None:
+        raise RunError("say which job to sweep: burstpool sweep job.py --set lr=0.1,0.03")
+    builder = _builder(job)
+    checked = checked_space(space or {}, builder.function, source=builder.source)
+    if not checked.axes:
+        raise RunError("there is nothing to search; give at least one --set name=a,b,c")
+    _check(steps, array_size, mode, device, batch)
+    count = number_of_trials(search, checked, trials)
+    setting = SearchSetting(space=checked, num_trials=count, steps=steps, seed=seed, eta=eta, first_rung=first_rung)
+    asked = make_search(search, setting)
+    first = _first_job(builder, asked, count)
+    sizing = measure_sizing(first, most=count, places=array_size, device=torch.device(device), mode=mode, batch=batch)
+    path = Path(run_folder) if run_folder is not None else new_run_path(f"{builder.name}-sweep", Path("runs"))
+    folder = SweepFolder.create(path)
+    record = SweepRecord(
+        job=builder.name,
+        source=str(job) if isinstance(job, str | Path) else "",
+        space=checked,
+        search=search,
+        num_trials=count,
+        steps=steps,
+        seed=seed,
+        eta=eta,
+        first_rung=first_rung,
+        mode=mode,
+        device=device,
+        batch=batch,
+        keep_all=keep_all,
+        objective=TRAINING if first.evaluation is None else HELD_OUT,
+        sizing=sizing,
+        started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions={"burstpool": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+    record.save(folder.record)
+    runner = Runner(
+        folder, record, builder=builder, search=asked, checkpoint_every_s=checkpoint_every_s, observer=observer
+    )
+    runner.begin_s = begin_s
+    return write_outcome(folder, record, runner.run())
+
+
+def _resumed(
+    job: str | Path | Callable[..., Any] | None, path: Path, checkpoint_every_s: float, observer: Observer | None
+) -> SweepResult:
+    folder = SweepFolder.open(path)
+    record = SweepRecord.load(folder.record)
+    if isinstance(job, str | Path) and str(job) != record.source:
+        raise RunError(f"{path} is a sweep of {record.source or 'a function'}, not of {job}; leave the job out")
+    if job is None and not record.source:
+        raise RunError(f"{path} is a sweep of a function; go on with it in Python: burstpool.sweep(function, resume=…)")
+    state = folder.load_state()
+    if state.finished:
+        return write_outcome(folder, record, state)
+    builder = _builder(job or record.source)
+    space = checked_space(record.space.axes, builder.function, source=builder.source)
+    setting = SearchSetting(
+        space=space,
+        num_trials=record.num_trials,
+        steps=record.steps,
+        seed=record.seed,
+        eta=record.eta,
+        first_rung=record.first_rung,
+    )
+    search = make_search(record.search, setting)
+    runner = Runner(
+        folder, record, builder=builder, search=search, checkpoint_every_s=checkpoint_every_s, observer=observer
+    )
+    return write_outcome(folder, record, runner.run())
+
+
+def _builder(job: str | Path | Callable[..., Any]) -> Builder:
+    if callable(job):
+        name = getattr(job, "__name__", "job")
+        return Builder(job, source=name, name=name)
+    name, function = job_function(job)
+    return Builder(function, source=str(job), name=name)
+
+
+def _first_job(builder: Builder, search: Search, count: int) -> Any:
+    """The first trial's job that can be made: what sizes are measured with."""
+    tried: list[Trial] = []
+    reason = ""
+    while len(tried) < count and (found := search.next(tried)) is not None:
+        try:
+            job = builder.job(found.settings)
+            job.optimizer(job.build_model().parameters())
+            return job
+        except Exception as error:
+            reason = reason or (str(error) if isinstance(error, BurstpoolError) else in_words(error))
+            tried.append(Trial(number=len(tried), settings=found.settings, state="failed", until=found.until))
+    raise RunError(f"no trial of {builder.source} can be made; the first fails: {reason}")
+
+
+def _check(steps: int, array_size: int | None, mode: str, device: str, batch: int | None) -> None:
+    for name, value in (("steps", steps), ("array-size", array_size), ("batch", batch)):
+        if value is not None and value < 1:
+            raise RunError(f"--{name} {value} must be at least 1")
+    if mode not in get_args(Execution):
+        raise RunError(f"--mode {mode} is unknown; give one of {', '.join(get_args(Execution))}")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise RunError(f"--device {device} is unknown; give cpu or cuda")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RunError("--device cuda: there is no CUDA device here")
+
+
+__all__ = ["SweepResult", "SweepState", "sweep"]
