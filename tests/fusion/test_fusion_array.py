@@ -1,7 +1,9 @@
 """The array's own promises: checkpoints, members that come, go and fail, clipping, loss scales, errors that say why."""
 
 import copy
+import dataclasses
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from burstpool.fusion import FusedArray, FusionError, fuse
 from burstpool.fusion.group import BackingOff, array_size, group_jobs, group_models, knee, member_bytes
 from burstpool.fusion.rules import RULES
 from burstpool.fusion.rules.base import Call, Lowered
+from burstpool.fusion.same import same_function
 from burstpool.fusion.step import RecordedStep
 from burstpool.fusion.verify import verify
 from burstpool.job import load_job
@@ -501,6 +504,44 @@ def test_sizes_come_from_memory_and_from_the_knee() -> None:
     assert knee({1: 10.0, 2: 19.0, 4: 35.0, 8: 36.0, 16: 80.0}) == 4
     array = fuse(nets(), X)
     assert member_bytes(array, samples=8) > member_bytes(array, samples=4) > 0
+
+
+@pytest.mark.parametrize("mode", ["rules", "serial"])
+def test_members_that_agree_keep_their_number_when_the_captured_one_is_dropped(mode: str) -> None:
+    models = [Net(p=p).double() for p in (0.0, 0.5, 0.5)]
+    alone = copy.deepcopy(models[1])
+    array = fuse(models, X.double(), seeds=[0, 1, 2], mode=mode)  # type: ignore[arg-type]
+    array.drop(0)
+    torch.manual_seed(1)
+    torch.testing.assert_close(array(X.double())[0], alone(X.double()))
+
+
+def test_an_array_of_jobs_with_schedules_admits_and_drops_while_it_trains() -> None:
+    jobs = [load_job("zoo:tiny_mlp", {"lr": lr}) for lr in (0.1, 0.2)]
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    jobs = [dataclasses.replace(job, scheduler=schedule) for job in jobs]
+    array = FusedArray.from_job("", jobs)
+    x, y = jobs[0].samples(4)
+    array.losses(x, F.cross_entropy, y).sum().backward()
+    array.optimizers[0].step()
+    array.schedulers[0].step()
+    array.admit(jobs[0].build_model(), scheduler={"schedule": schedule}, lr=0.3, job=jobs[0])
+    assert array.schedulers[0].get_last_lr() == [0.05, 0.1, 0.3]
+    array.drop(0)
+    assert len(array.jobs) == 2
+
+
+def test_a_losses_closure_tells_jobs_apart() -> None:
+    def smoothed(by: float) -> Any:
+        return lambda output, target: F.cross_entropy(output, target, label_smoothing=by)
+
+    job = load_job("zoo:tiny_mlp")
+    jobs = [dataclasses.replace(job, loss=smoothed(by)) for by in (0.1, 0.1, 0.2)]
+    assert group_jobs(jobs).groups == ((0, 1), (2,))
+    assert same_function(partial(F.mse_loss, reduction="sum"), partial(F.mse_loss, reduction="sum"))
+    assert not same_function(partial(F.mse_loss, reduction="sum"), partial(F.mse_loss, reduction="mean"))
+    assert same_function(nn.CrossEntropyLoss(weight=torch.ones(3)), nn.CrossEntropyLoss(weight=torch.ones(3)))
+    assert not same_function(nn.CrossEntropyLoss(weight=torch.ones(3)), nn.CrossEntropyLoss(weight=torch.zeros(3)))
 
 
 class Branching(nn.Module):

@@ -27,7 +27,8 @@ class Mode:
         """`models` may hold no data; `build(i)` gives member i with data, in the mode to capture."""
         self.example = example
         self.capture = _captured(build(0), example, 0)
-        self.operators: list[list[Operator]] = [operators(self.capture)]
+        self._captured = operators(self.capture)
+        self.operators: list[list[Operator]] = [self._captured]
         self.constants: list[list[Any]] = [list(self.capture.constants.values())]
         self._seen: list[nn.Module] = [models[0]]
         self._forget()
@@ -92,9 +93,9 @@ class Mode:
 
     @property
     def numbers(self) -> dict[str, dict[str, PerMember]]:
-        """The numbers in which members differ."""
+        """The numbers in which members differ, from each other or from the captured graph."""
         if self._numbers is None:
-            self._numbers = differing_numbers(self.operators)
+            self._numbers = differing_numbers(self._captured, self.operators)
         return self._numbers
 
     def plan(self, batched_inputs: frozenset[str], key: Any = None) -> Plan:

@@ -221,7 +221,9 @@ class FusedOptimizer:
             raise FusionError("members differ in an option of the optimizer that is no number; use two arrays")
         bucket.flags = found
         dtype, device = self.parameters[bucket.keys[0]].dtype, self.active.device
-        columns = {name: [numbers(group)[name] for group in groups] for name in numbers(groups[0])}
+        read = [numbers(group) for group in groups]
+        # What a schedule adds (`initial_lr`) a new member has only when its schedule is made.
+        columns = {name: [mine[name] for mine in read] for name in read[0] if all(name in mine for mine in read)}
         for name, values in columns.items():
             exact = torch.tensor(values, dtype=torch.float64).unsqueeze(1)
             _set(bucket.numbers, name, exact.to(dtype), device)

@@ -196,15 +196,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def differing_numbers(members: Sequence[Sequence[Operator]]) -> dict[str, dict[str, PerMember]]:
-    """Operator's key → argument → each member's own value, for those that differ."""
+def differing_numbers(
+    captured: Sequence[Operator], members: Sequence[Sequence[Operator]]
+) -> dict[str, dict[str, PerMember]]:
+    """Operator's key → argument → each member's own value, where one differs from what was captured.
+
+    The member that was captured may have left: those that stay may agree on a number that the graph does not have.
+    """
     found: dict[str, dict[str, PerMember]] = {}
-    first = members[0]
-    if all(other is first for other in members):
+    if all(other is captured for other in members):
         return found
-    for index, operator in enumerate(first):
-        for name in operator.numbers:
+    for index, operator in enumerate(captured):
+        for name, number in operator.numbers.items():
             values = tuple(other[index].numbers[name] for other in members)
-            if any(value != values[0] for value in values):
+            if any(value != number for value in values):
                 found.setdefault(operator.key, {})[name] = PerMember(values)
     return found
