@@ -72,7 +72,7 @@ class Range:
         else:
             value = low + place * (high - low)
         value = min(max(value, self.low), self.high)  # rounding must not leave the range
-        return int(value) if self.whole else value
+        return int(value) if self.whole else float(value)
 
     def __str__(self) -> str:
         low, high = (

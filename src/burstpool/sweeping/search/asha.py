@@ -6,6 +6,7 @@ down; where there is none, a new trial starts. Nobody waits for a rung to fill (
 Parallel Hyperparameter Tuning", MLSys'20, algorithm 2). A promoted trial goes on from where it stopped.
 """
 
+import math
 from collections.abc import Sequence
 
 from burstpool.errors import RunError
@@ -37,8 +38,9 @@ class Asha:
         return Assignment(trial=number, settings=settings, until=self.rungs[0])
 
     def _promotable(self, trials: Sequence[Trial], rung: int) -> Trial | None:
-        """The best of the first 1/η of a rung that has not gone on yet."""
-        values = {trial.number: report.value for trial in trials for report in trial.reports if report.step == rung}
+        """The best of the first 1/η of a rung that has not gone on yet; a trial that failed counts as the worst."""
+        values = {trial.number: math.inf for trial in trials if trial.state == "failed" and trial.until == rung}
+        values |= {trial.number: report.value for trial in trials for report in trial.reports if report.step == rung}
         ranked = sorted(values, key=lambda number: (values[number], number))
         top = (trials[number] for number in ranked[: len(ranked) // self._setting.eta])
         return next((trial for trial in top if trial.state == "paused" and trial.until == rung), None)

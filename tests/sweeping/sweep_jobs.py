@@ -1,0 +1,142 @@
+"""Jobs that the sweep tests train, in double precision on a few handwritten digits."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from burstpool import Job
+from burstpool.data import digits
+
+
+class Few(Dataset[tuple[Tensor, Tensor]]):
+    """The first digits, in double precision; slow to load where SWEEP_TEST_SLOW says so."""
+
+    def __init__(self, count: int, *, train: bool = True) -> None:
+        self.count, self.train = count, train
+        whole = digits(train=train)
+        self.inputs, self.targets = whole.inputs[:count].double(), whole.targets[:count]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(float(os.environ.get("SWEEP_TEST_SLOW", "0")))
+        return self.inputs[index], self.targets[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _few, (self.count, self.train)
+
+
+def _few(count: int, train: bool) -> Few:
+    return Few(count, train=train)
+
+
+def job(
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    width: int = 6,
+    dropout: float = 0.2,
+    gamma: float = 0.9,
+    seed: int = 0,
+    held_out: bool = False,
+    data: int = 70,
+) -> Job:
+    """Batch norm, dropout, momentum and a schedule; an epoch of 70 samples ends between two rungs."""
+    return Job(
+        model=lambda: nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, width, bias=False),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(width, 10),
+        ).double(),
+        loss=F.cross_entropy,
+        data=Few(data),
+        evaluation=Few(23, train=False) if held_out else None,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma),
+        batch=8,
+        seed=seed,
+    )
+
+
+def grouped(lr: float = 0.01, decay: float = 0.1, smoothing: float = 0.0) -> Job:
+    """Parameters in two groups, and a loss that holds a hyper-parameter."""
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double(),
+        loss=lambda output, target: F.cross_entropy(output, target, label_smoothing=smoothing),
+        data=Few(70),
+        optimizer=lambda parameters: _two_groups(list(parameters), lr, decay),
+        batch=8,
+    )
+
+
+def _two_groups(parameters: list[nn.Parameter], lr: float, decay: float) -> torch.optim.Optimizer:
+    biases, weights = ([p for p in parameters if (p.dim() > 1) == wide] for wide in (False, True))
+    groups = [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0, "lr": lr / 2}]
+    return torch.optim.AdamW(groups, lr=lr, eps=1e-3)
+
+
+def diverging(lr: float = 0.1) -> Job:
+    """One layer with a squared loss: a large rate ends in no number."""
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
+        loss=_squared,
+        data=Few(70),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        batch=8,
+    )
+
+
+def _squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - F.one_hot(target, 10)).square().mean()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.flatten(1))
+        return y * 2 if y.sum() > 0 else y
+
+
+def untraceable(lr: float = 0.1) -> Job:
+    """Its control flow depends on its data."""
+    return Job(
+        model=Branching,
+        loss=F.cross_entropy,
+        data=Few(70),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        batch=8,
+    )
+
+
+def refusing(lr: float = 0.1, classes: int = 10) -> Job:
+    """Raises for a rate of 0.5; its loss raises for few classes once it is trained."""
+    if lr == 0.5:
+        raise RuntimeError("half a rate")
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
+        loss=_Checked(classes),
+        data=Few(70),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        batch=8,
+    )
+
+
+class _Checked:
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.classes < 10:
+            raise ValueError(f"a digit is not among {self.classes} classes")
+        return F.cross_entropy(output, target)
