@@ -3,14 +3,17 @@
 flow.svg      from a job to a report, by hand
 timeline.svg  a predicted step of a burst plan on four devices, by the planner and the simulator
 skyline.svg   the same plan: devices a block
+sweep.svg     training losses of 64 trials of `examples/digits_mlp.py` by ASHA, trained when the picture is drawn
 
 The plan is of VGG-16, batch 16, on four H200 that NVLink joins, from the profile in `benchmarks/burst/profiles`.
 """
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import burstpool
 from burstpool.artifact import write_whole
 from burstpool.cli.report import planned_work
 from burstpool.cluster.catalogue import Link
@@ -25,9 +28,12 @@ from burstpool.report.draw_charts import skyline_picture
 from burstpool.report.draw_timeline import WIDTH, timeline_picture
 from burstpool.report.overlay import overlay
 from burstpool.report.svg import element, label, path, picture, rect, standalone
+from burstpool.report.sweep_curves import curves_picture, trial_curves
 from burstpool.report.timeline import Timeline
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
+from burstpool.sweeping.folder import SweepFolder
+from burstpool.sweeping.outcome import sweep_contents
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -64,6 +70,22 @@ def skyline_svg(plan: Plan, timeline: Timeline) -> str:
     assert shown is not None
     caption = f"{plan.model}, batch {plan.batch}: as many devices for each block as pay for themselves"
     drawn, height = skyline_picture(shown, caption=caption)
+    return standalone(drawn, width=WIDTH, height=height)
+
+
+def sweep_svg() -> str:
+    """Many trials, most of which stop early."""
+    space = {"lr": "log:1e-3..1", "momentum": [0.0, 0.5, 0.9], "dropout": [0.0, 0.2]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        job = ROOT / "examples" / "digits_mlp.py"
+        burstpool.sweep(job, space, search="asha", trials=64, steps=600, array_size=16, mode="rules", run_folder=path)
+        contents = sweep_contents(SweepFolder.open(path))
+    curves = trial_curves(contents)
+    assert curves is not None
+    done = sum(trial.state == "done" for trial in contents.trials)
+    caption = f"Training loss of 64 trials by ASHA: {done} are trained to the end, the best of them drawn strong"
+    drawn, height = curves_picture(curves, caption=caption)
     return standalone(drawn, width=WIDTH, height=height)
 
 
@@ -128,6 +150,7 @@ def main(folder: Path = PICTURES) -> None:
     """Writes all of them."""
     plan, timeline = burst_example()
     drawn = {"flow": flow_svg(), "timeline": timeline_svg(plan, timeline), "skyline": skyline_svg(plan, timeline)}
+    drawn["sweep"] = sweep_svg()
     for name, text in drawn.items():
         print(write_whole(folder / f"{name}.svg", text))
 

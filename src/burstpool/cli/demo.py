@@ -16,11 +16,13 @@ from rich.console import Console
 from burstpool.cli.demo_burst import plan_and_train
 from burstpool.cli.demo_measure import measure_layers, trace_model
 from burstpool.cli.demo_story import Step, Story
+from burstpool.cli.demo_sweep import NUM_TRIALS, sweep_many
 
 STEPS = (
     Step(title="{job}: an unmodified nn.Module, traced into layers", tell=trace_model),
     Step(title="Each layer measured on one core of this machine", tell=measure_layers),
     Step(title="A burst plan for {num_devices} workers, trained beside data parallelism", tell=plan_and_train),
+    Step(title=f"{NUM_TRIALS} settings of a small model swept as one, the best third going on", tell=sweep_many),
 )
 _MODEL = "zoo:tiny_vgg"
 _MODEL_SETTINGS = {"width": 64, "batch": 16}

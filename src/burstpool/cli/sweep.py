@@ -155,7 +155,7 @@ def _trials_table(trials: "list[Trial]", steps: int) -> Table:
     return table
 
 
-def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_ROWS) -> None:
+def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_ROWS, files: bool = True) -> None:
     """The best trials as a table, and where everything is."""
     from burstpool.sweeping.trials import described
 
@@ -176,4 +176,5 @@ def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_RO
         "another (estimated)",
         highlight=False,
     )
-    console.print(f"Weights: {result.weights}\nReport: {result.report}", markup=False, highlight=False)
+    if files:
+        console.print(f"Weights: {result.weights}\nReport: {result.report}", markup=False, highlight=False)

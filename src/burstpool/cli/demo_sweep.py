@@ -1,0 +1,23 @@
+"""A step of the demo: many settings of a small model trained as one fused array, most of them stopped early."""
+
+from burstpool.cli.demo_story import Story
+
+NUM_TRIALS = 64
+
+
+def sweep_many(story: Story) -> None:
+    """Successive halving over the handwritten digits."""
+    from burstpool.cli.sweep import live_table, show_result
+    from burstpool.sweeping.sweep import sweep
+
+    with live_table() as observer:
+        result = sweep(
+            "zoo:tiny_mlp",
+            {"lr": "log:1e-3..1e0", "dropout": [0.0, 0.1, 0.2]},
+            search="asha",
+            trials=NUM_TRIALS,
+            steps=400,
+            run_folder=story.folder / "sweep",
+            observer=observer,
+        )
+    show_result(result, story.console, most=5, files=False)

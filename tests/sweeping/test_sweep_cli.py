@@ -1,0 +1,86 @@
+"""`burstpool sweep` and `burstpool report` of a sweep, as a user types them."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from burstpool.cli.app import run
+
+JOBS = str(Path(__file__).with_name("sweep_jobs.py"))
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "digits_mlp.py")
+QUICK = ("--array-size", "2", "--mode", "rules")
+
+
+def test_json_has_all_that_scripts_want(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    words = ["sweep", EXAMPLE, "--set", "lr=0.1,1e30,0.01", "--steps", "12", "--run-folder", str(folder), "--json"]
+    assert run([*words, *QUICK]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert [trial["state"] for trial in out["trials"]] == ["done", "failed", "done"]
+    assert [trial["settings"] for trial in out["trials"]] == [{"lr": 0.1}, {"lr": 1e30}, {"lr": 0.01}]
+    assert out["best"]["trial"] == 0
+    assert out["best"]["objective"] == min(t["objective"] for t in out["trials"] if t["objective"] is not None)
+    assert out["num_samples"] == 3 * 12 * 32
+    assert out["wall_time_s"] > out["train_time_s"] > 0
+    assert out["num_arrays"] == 1
+    assert Path(out["weights"]).is_file()
+    page = Path(out["report"]).read_text()
+    HTMLParser().feed(page)
+    assert page.count('class="curve trial') == 2, "the failed one ended before its second step"
+    assert "its loss was nan at step 1" in page
+    assert run(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == 0
+
+
+def test_the_table_names_the_best_and_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    words = ["sweep", EXAMPLE, "--set", "lr=log:1e-2..1", "--search", "random", "--trials", "3", "--steps", "5"]
+    assert run([*words, "--run-folder", str(folder), *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "Best: trial" in out
+    assert "mean loss over the held-out data" in out
+    assert run(["report", str(folder), "-o", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([EXAMPLE, "--set", "rate=1"], "no hyper-parameter 'rate'; it has: lr, momentum, width, dropout, batch, seed"),
+        ([EXAMPLE, "--set", "lr=fast"], "unable to parse string as a number"),
+        ([EXAMPLE, "--set", "lr=0.1", "--trials", "0"], "--trials 0 must be at least 1"),
+        ([EXAMPLE, "--set", "lr=log:1e-3..1"], "a grid needs values; use --search random"),
+        ([EXAMPLE, "--set", "lr=log:1e-3..1", "--search", "asha"], "say how many trials: --trials 64"),
+        ([EXAMPLE, "--set", "lr=0.1", "--search", "luck"], "give one of grid, random, asha, optuna"),
+        ([EXAMPLE], "there is nothing to search"),
+        ([], "say which job to sweep"),
+        (["--resume", "/nowhere"], "/nowhere is no sweep"),
+        (["--resume", "/nowhere", "--set", "lr=1"], "leave out --set"),
+        (["nothing.py", "--set", "lr=1"], "there is no job file nothing.py"),
+        ([f"{JOBS}:refusing", "--set", "lr=0.5"], "half a rate"),
+        ([f"{JOBS}:untraceable", "--set", "lr=0.5", *QUICK], "no trial of untraceable could be trained"),
+        ([EXAMPLE, "--set", "lr=0.1", "--batch", "5000", *QUICK], "a step takes 5000 samples and the data has 1437"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["sweep", *words]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_optuna_is_asked_for_in_one_line_where_it_is_absent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    assert run(["sweep", EXAMPLE, "--set", "lr=0.1", "--search", "optuna"]) == 2
+    assert "pip install 'burstpool[optuna]'" in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""Sweeps that are killed or interrupted, in real processes: they end with the same numbers as one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import burstpool
+from burstpool.errors import RunError
+from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
+from burstpool.sweeping.runner import InterruptedSweep
+
+JOBS = Path(__file__).with_name("sweep_jobs.py")
+SPACE = {"lr": "log:1e-3..1e0", "momentum": "0.0,0.9", "width": "4,6"}
+OPTIONS = {"search": "asha", "trials": 14, "steps": 90, "first_rung": 10, "array_size": 3, "mode": "rules"}
+PATIENCE_S = 60.0
+
+
+def start(*words: str) -> "subprocess.Popen[str]":
+    environment = os.environ | {"SWEEP_TEST_SLOW": "0.0002", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from burstpool.cli import main; main()", "sweep", *words]
+    return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "trials.json"
+    return sum(trial["step"] for trial in json.loads(path.read_text())["trials"]) if path.is_file() else 0
+
+
+def wait_for_steps(process: "subprocess.Popen[str]", folder: Path, steps: int) -> None:
+    """Until so many more steps are in the last checkpoint."""
+    end = time.monotonic() + PATIENCE_S
+    while steps_done(folder) < steps:
+        assert process.poll() is None, f"it ended too early: {process.communicate()[1]}"
+        assert time.monotonic() < end, "it does not get on"
+        time.sleep(0.01)
+
+
+def test_a_sweep_that_was_killed_and_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    whole = burstpool.sweep(str(JOBS), SPACE, run_folder=tmp_path / "whole", **OPTIONS)  # type: ignore[arg-type]
+    broken = tmp_path / "broken"
+    words = [word for name, axis in SPACE.items() for word in ("--set", f"{name}={axis}")]
+    words += [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    killed = start(str(JOBS), *words, "--run-folder", str(broken), "--checkpoint-every", "0")
+    wait_for_steps(killed, broken, 60)
+    killed.kill()
+    killed.communicate()
+    before = steps_done(broken)
+    interrupted = start("--resume", str(broken), "--checkpoint-every", "0")
+    wait_for_steps(interrupted, broken, before + 50)
+    interrupted.send_signal(signal.SIGINT)
+    said = interrupted.communicate(timeout=PATIENCE_S)[1]
+    assert interrupted.returncode == 130, said
+    assert f"burstpool sweep --resume {broken}" in said
+    assert "Traceback" not in said
+    state = SweepState.load(broken / "trials.json")
+    assert before < steps_done(broken) < sum(trial.step for trial in whole.trials)
+    assert not state.finished
+    resumed = burstpool.sweep(None, resume=broken)
+    assert resumed.trials == whole.trials, "settings, steps, losses and objectives, bit for bit"
+    mine, other = load_file(resumed.weights), load_file(whole.weights)
+    assert all(torch.equal(mine[key], other[key]) for key in other)
+    curves = [SweepFolder(path).read_losses(whole.trials) for path in (broken, tmp_path / "whole")]
+    assert curves[0] == curves[1]
+
+
+def test_a_finished_sweep_can_be_resumed_and_says_the_same(tmp_path: Path) -> None:
+    first = burstpool.sweep(
+        str(JOBS), {"lr": [0.1, 0.01]}, steps=3, array_size=2, mode="rules", run_folder=tmp_path / "run"
+    )
+    again = burstpool.sweep(None, resume=tmp_path / "run")
+    assert again.trials == first.trials
+    with pytest.raises(RunError, match="holds a run already; pass --resume"):
+        burstpool.sweep(str(JOBS), {"lr": [0.1]}, steps=3, array_size=2, run_folder=tmp_path / "run")
+    with pytest.raises(RunError, match=r"is a sweep of .*, not of other\.py"):
+        burstpool.sweep("other.py", resume=tmp_path / "run")
+
+
+def test_artifacts_go_to_json_and_back_unchanged(tmp_path: Path) -> None:
+    result = burstpool.sweep(
+        str(JOBS), {"lr": "log:1e-3..1e-1", "width": [4]}, search="random", trials=2, steps=3, array_size=2,
+        mode="rules", run_folder=tmp_path / "run",
+    )  # fmt: skip
+    assert (
+        SweepRecord.from_json(result.record.to_json())
+        == result.record
+        == SweepRecord.load(tmp_path / "run" / "sweep.json")
+    )
+    assert SweepState.from_json(result.state.to_json()) == result.state
+
+
+def test_a_folder_that_holds_no_sweep_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"is no sweep: it has no sweep\.json"):
+        burstpool.sweep(None, resume=tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(RunError, match="is a run of burstpool train"):
+        burstpool.sweep(None, resume=tmp_path)
+
+
+def test_a_checkpoint_that_is_gone_or_broken_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(InterruptedSweep):
+        burstpool.sweep(
+            str(JOBS),
+            {"lr": [0.1, 0.2]},
+            steps=100_000,
+            array_size=2,
+            mode="rules",
+            run_folder=folder,
+            observer=lambda progress: signal.raise_signal(signal.SIGINT),
+        )
+    assert steps_done(folder) > 0
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    checkpoint.write_bytes(checkpoint.read_bytes()[:100])
+    with pytest.raises(RunError, match=f"{checkpoint.name} cannot be read"):
+        burstpool.sweep(None, resume=folder)
+    checkpoint.unlink()
+    with pytest.raises(RunError, match="is gone"):
+        burstpool.sweep(None, resume=folder)
