@@ -20,7 +20,6 @@ from deeppool_comparison import MODELS, bar_cell, cluster, compare
 from plot import line_plot
 from scaling import cluster as scaled_cluster
 from scaling import scaling
-from sharing import Rates, Sharing
 
 from burstpool.plan import data
 from burstpool.plan.burst import plan, search
@@ -31,6 +30,7 @@ from burstpool.profiling.importers import import_profile
 from burstpool.profiling.profile import Profile
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate as simulate_schedule
+from sharing import Rates, Sharing
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures"

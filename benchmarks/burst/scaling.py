@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sharing import DeviceLoad, Sharing, even_loads, loads_of
-
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.plan import burst, data
 from burstpool.plan.cost import CostModel
@@ -31,6 +29,7 @@ from burstpool.plan.plan import Plan
 from burstpool.profiling.profile import Profile
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
+from sharing import DeviceLoad, Sharing, even_loads, loads_of
 
 DEVICES_PER_NODE = 8
 LINKS = {
