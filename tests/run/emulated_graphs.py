@@ -62,7 +62,7 @@ class _Log(TorchDispatchMode):
 
 
 class _Graph:
-    def __init__(self) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         self.log = _Log()
 
     def register_generator_state(self, generator: torch.Generator) -> None:
