@@ -14,7 +14,7 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,23 @@ def train(
     task, start = prepare(
         job, plan, steps=steps, run_folder=run_folder, resume=resume, settings=settings, options=options, inputs=inputs
     )
+    return run_prepared(task, start, engine=engine, observer=observer)
+
+
+def run_prepared(
+    task: Task, start: "Start", *, engine: Engine | None = None, observer: Observer | None = None
+) -> Result:
+    """Runs what `prepare` prepared; its other arguments are those of `train`."""
     return _Watch(task, start, engine or LocalEngine(), observer).run()
+
+
+def resumed(task: Task, folder: RunFolder) -> "tuple[Task, Start]":
+    """The same task from the newest checkpoint of its folder on, or from the beginning where there is none."""
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    step = CheckpointState.load(checkpoint / "state.json").step if checkpoint is not None else 0
+    folder.cut_losses(step)
+    again = replace(task, resume_from=None if checkpoint is None else str(checkpoint.resolve()))
+    return again, Start(folder=folder, checkpoint=checkpoint, step=step)
 
 
 def prepare(

@@ -1,0 +1,182 @@
+"""The foreground's side on a CPU: says at every action what is being done, and holds the budget step by step.
+
+Wraps the `Doing` of a worker, which hears of every action anyway; nothing else of a run is changed. Every worker
+announces its own moments; the first that has work also keeps the controller for all, since a step is theirs together:
+it sees the step's time and the background's work on all devices, and allows all of them the same. `StepLog` keeps what
+each step was, for the outcome.
+"""
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from burstpool.engine.base import Doing
+from burstpool.share.budget import Budget, Controller, Gap, Moment, StepTaken
+from burstpool.share.gate import MOMENTS, Gate
+
+_COMPUTING, _WAITING, _REDUCING, _IDLE = (
+    MOMENTS.index(moment) for moment in (Moment.COMPUTING, Moment.WAITING, Moment.REDUCING, Moment.IDLE)
+)
+_FOR_VIEW = 30
+"""Steps that a live view's figures cover."""
+_WRITING = b"writing a checkpoint"
+
+
+@dataclass(slots=True, kw_only=True)
+class StepLog:
+    """What each step of the foreground was."""
+
+    times_s: list[float] = field(default_factory=list)
+    alone: list[bool] = field(default_factory=list)
+    """Whether no background ran in it."""
+    overlapped_s: list[float] = field(default_factory=list)
+    in_gaps_s: list[float] = field(default_factory=list)
+    started_s: float = 0.0
+    """When the first step began, by the machine's clock."""
+    stopped_s: float = 0.0
+    background_steps: dict[str, int] = field(default_factory=dict)
+    """Gate's file → steps its background trained between the two."""
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps({name: getattr(self, name) for name in self.__slots__}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "StepLog":
+        """What `save` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+class Pace:
+    """Keeps the controller of one foreground, and tells all gates what it allows."""
+
+    def __init__(self, budget: Budget, gaps: Sequence[Gap], gates: Sequence[Sequence[Gate]]) -> None:
+        self._controller = Controller(budget, gaps=gaps)
+        self._gates = gates
+        self._all = [gate for gates_here in gates for gate in gates_here]
+        self._recent_s: deque[float] = deque(maxlen=_FOR_VIEW)
+        self._num_shared = max(sum(1 for gates_here in gates if gates_here), 1)
+        self._before = (0.0, 0.0)
+        self._counts: dict[str, int] = {}
+        self._begun_s: float | None = None
+        self.log = StepLog()
+
+    def begin(self, step: int) -> None:
+        """A step begins, and the one before has ended."""
+        now_s = time.time()
+        if self._begun_s is not None:
+            self.end(now_s)
+        else:
+            self._before = self._work()
+        if not self.log.started_s:
+            self.log.started_s = now_s
+            self._counts = {str(gate.path): gate.done().steps for gate in self._all}
+        self._begun_s = now_s
+        self._allow(step)
+
+    def end(self, now_s: float) -> None:
+        """The step has ended; what follows until the next begins is no part of one."""
+        if self._begun_s is None:
+            return
+        work = self._work()
+        overlapped_s, in_gaps_s = (max(now - before, 0.0) for now, before in zip(work, self._before, strict=True))
+        taken = StepTaken(
+            time_s=max(now_s - self._begun_s, 1e-9),
+            overlapped_s=overlapped_s / self._num_shared,
+            in_gaps_s=in_gaps_s / self._num_shared,
+        )
+        self._controller.observe(taken)
+        log = self.log
+        log.times_s.append(taken.time_s)
+        log.alone.append(taken.overlapped_s == 0 and taken.in_gaps_s == 0)
+        log.overlapped_s.append(taken.overlapped_s)
+        log.in_gaps_s.append(taken.in_gaps_s)
+        log.stopped_s = now_s
+        for gate in self._all:
+            log.background_steps[str(gate.path)] = gate.done().steps - self._counts[str(gate.path)]
+        self._before, self._begun_s = work, None
+        self._recent_s.append(taken.time_s)
+        if (alone_s := self._controller.alone_s) is not None:
+            for gate in self._all[:1]:
+                gate.tell(alone_s=alone_s, recent_s=sum(self._recent_s) / len(self._recent_s))
+
+    def _work(self) -> tuple[float, float]:
+        done = [gate.done() for gate in self._all]
+        return sum(d.overlapped_s for d in done), sum(d.in_gaps_s for d in done)
+
+    def _allow(self, step: int) -> None:
+        for gates_here in self._gates:
+            for gate in gates_here:
+                gate.allow(self._controller.allowance, step=step, share=1 / len(gates_here))
+
+
+class Announcer:
+    """A worker's `Doing` that tells the gates too."""
+
+    def __init__(self, inner: Doing, gates: Sequence[Gate], *, pace: Pace | None, reduces: bool) -> None:
+        self._inner, self._gates, self._pace = inner, gates, pace
+        self._step = -1
+        self._moment = _IDLE
+        step = _REDUCING if reduces else _COMPUTING  # with others, a `step` waits for the gradients' sums first
+        self._moments = {b"rece": _WAITING, b"step": step, b"writ": _IDLE, b"read": _IDLE, b"trac": _IDLE}
+
+    def begin_step(self, step: int) -> None:
+        """See `Doing`; the second call for a step says nothing new."""
+        self._inner.begin_step(step)
+        if step == self._step:
+            return
+        self._step = step
+        if self._pace is not None:
+            self._pace.begin(step)
+
+    def say(self, phrase: bytes) -> None:
+        """See `Doing`."""
+        self._inner.say(phrase)
+        moment = self._moments.get(phrase[:4], _COMPUTING)
+        if moment == self._moment:
+            return
+        self._moment = moment
+        for gate in self._gates:
+            gate.announce_number(moment)
+        if moment == _IDLE and self._pace is not None and phrase.startswith(_WRITING):
+            self._pace.end(time.time())  # a checkpoint is no part of a step
+
+    def end(self) -> None:
+        """The foreground has ended: everything is the background's."""
+        if self._pace is not None:
+            self._pace.end(time.time())
+        for gate in self._gates:
+            gate.open()
+
+
+def p95(values: Sequence[float]) -> float:
+    """The value that one in twenty passes."""
+    ordered = sorted(values)
+    return ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else math.nan
+
+
+def slowdowns(log: StepLog) -> dict[str, Any]:
+    """Mean and p95 of all steps since the first shared one, over the mean of those that ran alone in between.
+
+    Side by side, so that a machine that changes while it runs changes both; where there were fewer than five in
+    between, the last five before count too. Without any shared step there is no slowdown to speak of: 1.
+    """
+    first = next((i for i, is_alone in enumerate(log.alone) if not is_alone), None)
+    places = [i for i, is_alone in enumerate(log.alone) if is_alone]
+    if first is None or not places:
+        return {"slowdown": 1.0, "slowdown_p95": None, "alone_p95": None, "alone_step_s": None}
+    between = [i for i in places if i > first]
+    alone = [log.times_s[i] for i in (between if len(between) >= 5 else places[-5:])]
+    base_s = sum(alone) / len(alone)
+    steps = log.times_s[first:]
+    return {
+        "slowdown": sum(steps) / len(steps) / base_s,
+        "slowdown_p95": p95(steps) / base_s,
+        "alone_p95": p95(alone) / base_s,
+        "alone_step_s": base_s,
+    }

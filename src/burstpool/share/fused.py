@@ -1,0 +1,131 @@
+"""A fused array as a background job: several settings of one job trained as one, slice by slice.
+
+What a worker process runs, as `run/worker.py` is for a single job. Members share each batch where their seeds agree,
+and get their own where not, in the order in which `run` would give it to each alone. Forward, backward and change of an
+array are one slice each. Data that draws random numbers draws them as it is loaded, so that a resumed array does not
+repeat them exactly.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from burstpool.engine.base import Place, phrase
+from burstpool.errors import RunError
+from burstpool.fusion.array import FusedArray
+from burstpool.job import Job, load_job
+from burstpool.run.order import DataOrder, Position
+
+_FORWARD, _BACKWARD, _STEP = (
+    phrase("forward of the array"),
+    phrase("backward of the array"),
+    phrase("step of the array"),
+)
+_LOADING, _SAVING = phrase("loading samples"), phrase("writing a checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedTask:
+    """What the worker of an array is told; picklable."""
+
+    source: str
+    settings: tuple[Mapping[str, Any], ...]
+    """One for each member."""
+    steps: int
+    checkpoint: str
+    """A file; gone on from where it is there."""
+    checkpoint_every: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedReport:
+    """One step of an array."""
+
+    step: int
+    losses: tuple[float, ...]
+    """One a member."""
+
+
+def fused_work(place: Place, task: FusedTask) -> int:
+    """Trains the array; returns how many steps it has come."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    place.doing.say(phrase("fusing the array"))
+    jobs = [load_job(task.source, settings) for settings in task.settings]
+    torch.manual_seed(jobs[0].seed)
+    array = FusedArray.from_job(task.source, list(task.settings))
+    training = _Training(array, jobs, task)
+    while training.step < task.steps and not place.stop_asked():
+        place.doing.begin_step(training.step)
+        losses = training.run(place)
+        place.report(FusedReport(step=training.step - 1, losses=losses))
+        if training.step % task.checkpoint_every == 0:
+            place.doing.say(_SAVING)
+            training.save()
+    place.doing.say(_SAVING)
+    training.save()
+    return training.step
+
+
+class _Training:
+    """An array, its data and how far it has come."""
+
+    def __init__(self, array: FusedArray, jobs: Sequence[Job], task: FusedTask) -> None:
+        self.array, self.jobs, self.path = array, jobs, Path(task.checkpoint)
+        self.step = 0
+        saved = torch.load(self.path, weights_only=True) if self.path.exists() else None
+        positions = saved["positions"] if saved else [(0, 0)] * len(jobs)
+        self.orders = [
+            DataOrder(
+                len(job.data),  # type: ignore[arg-type]
+                samples_per_step=job.batch,
+                seed=job.seed,
+                position=Position(epoch=epoch, sample=sample),
+            )
+            for job, (epoch, sample) in zip(jobs, positions, strict=True)
+        ]
+        self.shared = len({job.seed for job in jobs}) == 1
+        if saved:
+            array.load_state_dict(saved["array"])
+            self.step = saved["step"]
+
+    def run(self, place: Place) -> tuple[float, ...]:
+        """One step; returns the members' losses."""
+        say, array, optimizer = place.doing.say, self.array, self.array.optimizers[0]
+        say(_LOADING)
+        inputs, targets = self._batch()
+        optimizer.zero_grad()
+        say(_FORWARD)
+        losses = array.losses(inputs, self.jobs[0].loss, targets, per_member=not self.shared)
+        say(_BACKWARD)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        say(_STEP)
+        optimizer.step()
+        for schedule in array.schedulers:
+            schedule.step()
+        self.step += 1
+        if len(array.stopped()) == len(array):
+            raise RunError(f"no member's loss is a finite number after step {self.step - 1}")
+        return tuple(losses.tolist())
+
+    def save(self) -> None:
+        """Writes the checkpoint whole or not at all."""
+        aside = self.path.with_suffix(".new")
+        positions = [(order.position.epoch, order.position.sample) for order in self.orders]
+        torch.save({"array": self.array.state_dict(), "step": self.step, "positions": positions}, aside)
+        os.replace(aside, self.path)
+
+    def _batch(self) -> tuple[Any, Any]:
+        if self.shared:
+            taken = [order.take() for order in self.orders]  # all the same; each keeps its place for the checkpoint
+            inputs, targets = default_collate([self.jobs[0].data[int(i)] for i in taken[0]])
+            return inputs, targets
+        batches = [
+            default_collate([job.data[int(i)] for i in order.take()])
+            for job, order in zip(self.jobs, self.orders, strict=True)
+        ]
+        return [inputs for inputs, _ in batches], [targets for _, targets in batches]

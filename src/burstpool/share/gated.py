@@ -1,0 +1,127 @@
+"""The background's side on a CPU: a process of the lowest priority that asks at the gate before every slice.
+
+A slice is what lies between two actions of its schedule: the forward or backward of a block of layers, or the change
+of some parameters; of a fused array its forward, backward and change. Slicing changes no kernel, so that a job trains
+as it would alone. Its memory is capped, and it is what the kernel ends first when memory runs out.
+"""
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from burstpool.engine.base import Doing, Place, phrase
+from burstpool.share.budget import Moment
+from burstpool.share.gate import Gate
+
+_PATIENCE_S = 1.0
+"""How often a process that waits says so, lest it be taken for one that hangs."""
+_CALM = tuple(phrase(f"waiting for the foreground{'.' * dots}") for dots in (0, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedTask:
+    """A task to be run behind a gate; picklable."""
+
+    work: Callable[[Place, Any], Any]
+    task: Any
+    gate: str
+    memory_bytes: int | None
+    """What it may allocate beyond what starting up took; None for no limit."""
+    lowest_priority: bool
+
+
+def gated_work(place: Place, task: GatedTask) -> Any:
+    """What a background process runs."""
+    if task.lowest_priority:
+        take_lowest_priority()
+    if task.memory_bytes is not None:
+        cap_memory(task.memory_bytes)
+    gate = Gate(task.gate)
+    gate.forget_slice()
+    return task.work(replace(place, doing=GatedDoing(place.doing, gate)), task.task)
+
+
+class GatedDoing:
+    """A worker's `Doing` that waits before each action until the foreground lets it start."""
+
+    def __init__(self, inner: Doing, gate: Gate) -> None:
+        self._inner, self._gate = inner, gate
+        self._moment: Moment | None = None
+        self._foreground_step = -1.0
+        self._credit_s = dict.fromkeys(Moment, 0.0)
+        self._slice_s = 0.0
+        self._step = -1
+
+    def begin_step(self, step: int) -> None:
+        """See `Doing`."""
+        self._inner.begin_step(step)
+        if step > self._step >= 0:
+            self._gate.end_background_step()
+        self._step = step
+
+    def say(self, words: bytes) -> None:
+        """Ends a slice, and returns when the next may start."""
+        self._end_slice()
+        if self._step >= 0:  # setting up is no slice; it is done while the foreground sets itself up
+            moment = self._wait()
+            self._gate.begin_slice(moment)
+            self._moment = moment
+        self._inner.say(words)
+
+    def _end_slice(self) -> None:
+        if self._moment is None:
+            return
+        work_s = self._gate.end_slice()
+        self._slice_s = work_s if not self._slice_s else self._slice_s + 0.1 * (work_s - self._slice_s)
+        self._credit_s[self._moment] -= work_s
+        self._moment = None
+
+    def _wait(self) -> Moment:
+        """Until there is credit for a slice at the moment that it is."""
+        gate, said_s, dots = self._gate, time.monotonic(), 0
+        if self._has_credit(moment := gate.moment):
+            return moment
+        gate.say_waiting(True)
+        while not self._has_credit(moment := gate.moment):  # after it is said: what is allowed in between is not missed
+            gate.sleep(_PATIENCE_S)
+            if time.monotonic() - said_s > _PATIENCE_S:
+                said_s, dots = time.monotonic(), 1 - dots
+                self._inner.say(_CALM[dots])
+        gate.say_waiting(False)
+        return moment
+
+    def _has_credit(self, moment: Moment) -> bool:
+        gate = self._gate
+        if gate.step != self._foreground_step:
+            self._foreground_step = gate.step
+            for each in (Moment.COMPUTING, Moment.WAITING, Moment.REDUCING, Moment.IDLE):
+                # What is left over is carried, so that small allowances add up, but to no more than one slice.
+                self._credit_s[each] = min(self._credit_s[each], self._slice_s) + gate.allowed_s(each)
+        allowed_s = gate.allowed_s(moment)
+        return allowed_s == float("inf") or (allowed_s > 0 and self._credit_s[moment] >= self._slice_s)
+
+
+def take_lowest_priority() -> None:
+    """Runs only when nothing else wants to, and is what the kernel ends first when memory runs out."""
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def cap_memory(num_bytes: int) -> None:
+    """Has allocations beyond so much more than now fail in this process, where the system can."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return
+    line = next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmData:"))
+    limit = int(line.split()[1]) * 1024 + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -1,0 +1,267 @@
+"""The keeper of one background job: starts it, restarts it from its checkpoint, evicts it, ends it.
+
+A background that raises, hangs, allocates without end, turns NaN or is killed ends alone: its process is its own, and
+the foreground never waits for it. It is started again from its last checkpoint as long as that takes it further than
+before; one that fails twice at the same step has ended. When the machine's memory runs short it is asked to write a
+checkpoint and leave, or killed where that takes too long, and comes back when there is room again.
+"""
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from burstpool.engine.base import Place
+from burstpool.engine.local import LocalEngine, LocalWorkers
+from burstpool.errors import BurstpoolError, RunError
+from burstpool.job import load_job
+from burstpool.model.graph import LayerGraph
+from burstpool.plan.plan import Plan, PlannedBlock, even_shares
+from burstpool.run.folder import RunFolder, read_losses
+from burstpool.run.options import RunOptions
+from burstpool.run.setup import trace_job
+from burstpool.run.trainer import InterruptedRun, prepare, resumed, run_prepared
+from burstpool.run.worker import Task
+from burstpool.share.base import Background
+from burstpool.share.fused import FusedReport, FusedTask, fused_work
+from burstpool.share.gate import Gate
+from burstpool.share.gated import GatedTask, gated_work
+
+_LOG = logging.getLogger(__name__)
+_LEAVE_S = 5.0
+"""How long one that is asked to leave may take before it is killed."""
+_CHECKPOINT_EVERY = 50
+_BLOCKS = 8
+"""Blocks that a background's model is cut into: twice as many slices a step, and one for each change."""
+
+State = Literal["starting", "running", "evicted", "ended", "failed"]
+
+
+class GatedEngine:
+    """The local engine with the worker behind a gate."""
+
+    def __init__(self, gate: Gate, *, memory_bytes: int | None, lowest_priority: bool) -> None:
+        self._gate, self._memory_bytes, self._lowest_priority = gate, memory_bytes, lowest_priority
+        self.workers: LocalWorkers | None = None
+
+    def start(
+        self, work: Callable[[Place, Any], Any], task: Any, *, num_workers: int, silence_s: float
+    ) -> LocalWorkers:
+        """See `Engine`."""
+        gated = GatedTask(
+            work=work,
+            task=task,
+            gate=str(self._gate.path),
+            memory_bytes=self._memory_bytes,
+            lowest_priority=self._lowest_priority,
+        )
+        self.workers = LocalEngine().start(gated_work, gated, num_workers=num_workers, silence_s=silence_s)
+        return self.workers
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """What became of a background job."""
+
+    name: str
+    state: State = "starting"
+    reason: str = ""
+    """Why it failed or was evicted, last."""
+    restarts: int = 0
+    evictions: int = 0
+    losses: list[Any] = field(default_factory=list)
+    """By step: a number, or one for each member of an array."""
+
+
+class Keeper:
+    """Keeps one background job going in a thread of its own."""
+
+    def __init__(
+        self,
+        background: Background,
+        gate: Gate,
+        folder: Path,
+        *,
+        memory_bytes: int | None = None,
+        hang_s: float = 300.0,
+    ) -> None:
+        self.background, self.gate, self.folder = background, gate, folder
+        self.kept = Kept(name=background.name)
+        self._engine = GatedEngine(
+            gate,
+            memory_bytes=background.memory_bytes or memory_bytes,
+            lowest_priority=background.lowest_priority,
+        )
+        self._hang_s = hang_s
+        self._stopping = False
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self._failed_at = -1
+        # Here, so that a user's mistake is told before anything starts, and nothing is traced beside the foreground.
+        self._prepared = self._prepare()
+        self._thread = threading.Thread(target=self._keep, name=f"keeper of {background.name}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, and with it the job."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits until it has ended for good; whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        workers = self._engine.workers
+        pids = workers.pids() if workers is not None else []
+        return pids[0] if pids else None
+
+    def evict(self, reason: str) -> None:
+        """Has it leave, and keeps it out until `readmit`."""
+        if not self._may_run.is_set():
+            return
+        self._may_run.clear()
+        self.kept.evictions += 1
+        self.kept.state, self.kept.reason = "evicted", reason
+        threading.Thread(target=self._ask_to_leave, daemon=True).start()
+
+    def readmit(self) -> None:
+        """It may come back, from its checkpoint."""
+        self._may_run.set()
+
+    def stop(self) -> None:
+        """Ends it with a checkpoint; returns when its process is gone."""
+        self._stopping = True
+        self._may_run.set()
+        if self._thread.is_alive():
+            self._ask_to_leave()
+            self._thread.join(_LEAVE_S)
+
+    def _ask_to_leave(self) -> None:
+        self.gate.let_leave()
+        workers, pid = self._engine.workers, self.pid
+        if workers is not None:
+            workers.ask_to_stop()
+        deadline = time.monotonic() + _LEAVE_S
+        while pid is not None and self.pid == pid and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if pid is not None and self.pid == pid:
+            os.kill(pid, signal.SIGKILL)
+
+    def _keep(self) -> None:
+        """Until it has ended, failed twice at one step, or is stopped."""
+        while not self._stopping:
+            self._may_run.wait()
+            self.gate.let_leave(False)
+            self.kept.state = "running"
+            try:
+                self._attempt()
+                self.kept.state = "ended"
+                break
+            except InterruptedRun:
+                continue  # asked to leave
+            except BurstpoolError as error:
+                if self._stopping or not self._may_run.is_set():
+                    continue  # killed because it did not leave in time
+                if not self._goes_on_after(error):
+                    break
+            finally:
+                self.gate.forget_slice()
+                self.kept.losses = self._losses()
+        if self.kept.state == "running":
+            self.kept.state = "ended"
+
+    def _goes_on_after(self, error: BurstpoolError) -> bool:
+        step = self._reached()
+        self.kept.reason = str(error)
+        if not isinstance(error, RunError) or step <= self._failed_at:
+            self.kept.state = "failed"
+            _LOG.warning("background %s has failed: %s", self.kept.name, error)
+            return False
+        self._failed_at = step
+        self.kept.restarts += 1
+        return True
+
+    def _reached(self) -> int:
+        """The step it was in: losses come in batches, and the last ones of a process that was killed are missing."""
+        words = self._engine.workers.doing(0) if self._engine.workers is not None else ""
+        match = re.match(r"in step (\d+)", words)
+        return int(match[1]) if match else len(self._losses())
+
+    def _prepare(self) -> Task | FusedTask:
+        background = self.background
+        job = load_job(background.source, background.settings[0])
+        if len(background.settings) > 1:
+            for settings in background.settings[1:]:
+                load_job(background.source, settings)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return FusedTask(
+                source=background.source,
+                settings=background.settings,
+                steps=background.steps,
+                checkpoint=str(self.folder.resolve() / "array.pt"),
+                checkpoint_every=_CHECKPOINT_EVERY,
+            )
+        options = RunOptions(
+            checkpoint_every=_CHECKPOINT_EVERY, keep_checkpoints=1, timeout_s=self._hang_s, timeline_steps=0
+        )
+        return prepare(
+            background.source,
+            sliced_plan(trace_job(job).graph, batch=job.batch, name=job.name),
+            steps=background.steps,
+            run_folder=self.folder / "run",
+            settings=dict(background.settings[0]),
+            options=options,
+        )[0]
+
+    def _attempt(self) -> None:
+        if isinstance(self._prepared, FusedTask):
+            self._train_array(self._prepared)
+        else:
+            run_prepared(*resumed(self._prepared, RunFolder(self.folder / "run")), engine=self._engine)
+
+    def _train_array(self, task: FusedTask) -> None:
+        workers = self._engine.start(fused_work, task, num_workers=1, silence_s=self._hang_s)
+        try:
+            while (results := workers.results()) is None:
+                for report in workers.poll(0.25):
+                    self._note(report.content)
+        finally:
+            workers.terminate()
+        if results[0] < self.background.steps:
+            raise InterruptedRun(self.folder, results[0])
+
+    def _note(self, report: FusedReport) -> None:
+        losses = self.kept.losses
+        del losses[report.step :]  # a restart repeats the steps since the checkpoint
+        losses.append(list(report.losses))
+
+    def _losses(self) -> list[Any]:
+        if len(self.background.settings) > 1:
+            return self.kept.losses
+        return [loss.loss for loss in read_losses(self.folder / "run" / "losses.jsonl")]
+
+
+def sliced_plan(graph: LayerGraph, *, batch: int, name: str) -> Plan:
+    """One device, the model cut into a few blocks of as many layers each. Pure."""
+    count = min(_BLOCKS, len(graph.layers))
+    bounds = [round(i * len(graph.layers) / count) for i in range(count + 1)]
+    parts = [graph.layers[a:b] for a, b in pairwise(bounds)]
+    shares = even_shares(batch, (0,))
+    return Plan(
+        model=name or graph.model,
+        strategy="data",
+        num_devices=1,
+        batch=batch,
+        blocks=tuple(
+            PlannedBlock(name=part[0].name, layers=tuple(layer.name for layer in part), shares=shares) for part in parts
+        ),
+    )

@@ -1,0 +1,85 @@
+"""Memory of the machine: what background jobs may take, and what happens when it runs short.
+
+The rule: a reserve of a tenth of the machine's memory, at most 2 GiB, stays free for the foreground. When less than
+that is available, the background job that was started last is evicted; when twice the reserve is available again, it
+comes back. Where the system does not say what is available, nothing is evicted.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+_INTERVAL_S = 0.25
+_MEMINFO = Path("/proc/meminfo")
+_PLENTY = 1 << 40
+
+
+class Evictable(Protocol):
+    """A background job that can be sent away and come back."""
+
+    def evict(self, reason: str) -> None:
+        """Has it leave soon; nothing happens if it is away."""
+        ...
+
+    def readmit(self) -> None:
+        """It may come back; nothing happens if it is here."""
+        ...
+
+
+def available_bytes() -> int:
+    """What can be allocated without swapping."""
+    return _read("MemAvailable")
+
+
+def reserve_bytes() -> int:
+    """What stays free for the foreground."""
+    return min(_read("MemTotal") // 10, 2 << 30)
+
+
+def _read(name: str) -> int:
+    if not _MEMINFO.exists():
+        return _PLENTY
+    lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), _PLENTY)
+
+
+class MemoryWatch:
+    """Looks at the machine's memory, a few times a second, in a thread of its own."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Evictable],
+        *,
+        reserve: int | None = None,
+        available: Callable[[], int] = available_bytes,
+    ) -> None:
+        self._jobs, self._available = list(jobs), available
+        self._reserve = reserve_bytes() if reserve is None else reserve
+        self._away: list[Evictable] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory watch", daemon=True)
+
+    def start(self) -> None:
+        """Starts to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._stopped.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        """Evicts one job, lets one come back, or does nothing."""
+        free = self._available()
+        if free < self._reserve:
+            here = [job for job in self._jobs if job not in self._away]
+            if here:
+                self._away.append(here[-1])
+                here[-1].evict(f"{free >> 20} MiB of memory were free, fewer than {self._reserve >> 20} MiB")
+        elif free > 2 * self._reserve and self._away:
+            self._away.pop().readmit()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_INTERVAL_S):
+            self.look()

@@ -1,0 +1,205 @@
+"""Sharing on CPU workers, with real processes."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from burstpool.engine.base import Place, phrase
+from burstpool.job import load_job
+from burstpool.run.even import even_plan
+from burstpool.run.options import RunOptions
+from burstpool.run.setup import trace_job
+from burstpool.run.trainer import train
+from burstpool.share.announce import StepLog, p95, slowdowns
+from burstpool.share.base import Background, ShareOutcome, ShareRequest, find
+from burstpool.share.budget import Allowance, Budget, Moment
+from burstpool.share.cpu import share_on_cpu
+from burstpool.share.fused import FusedReport, FusedTask, fused_work
+from burstpool.share.gate import Gate
+from burstpool.share.gated import GatedDoing
+from burstpool.share.keeper import Keeper, sliced_plan
+from burstpool.share.memory import MemoryWatch
+
+JOBS = str(Path(__file__).with_name("share_jobs.py"))
+OPTIONS = RunOptions(timeout_s=60, timeline_steps=10)
+
+
+def share(folder: Path, *backgrounds: Background, devices: int, steps: int) -> ShareOutcome:
+    job = load_job(JOBS)
+    return share_on_cpu(
+        ShareRequest(
+            foreground=JOBS,
+            settings={},
+            plan=even_plan(trace_job(job).graph, num_devices=devices, batch=job.batch, name="foreground"),
+            steps=steps,
+            backgrounds=backgrounds,
+            budget=Budget(slowdown=1.5),
+            options=OPTIONS,
+            run_folder=folder,
+        )
+    )
+
+
+def losses_alone(folder: Path, *, devices: int, steps: int) -> list[float]:
+    return [loss.loss for loss in train(JOBS, devices, steps=steps, run_folder=folder, options=OPTIONS).losses]
+
+
+class _Silent:
+    def begin_step(self, step: int) -> None: ...
+    def say(self, words: bytes) -> None: ...
+
+
+def array_alone(settings: tuple[dict[str, Any], ...], steps: int, folder: Path) -> list[tuple[float, ...]]:
+    found: list[FusedReport] = []
+    place = Place(
+        rank=0, num_workers=1, host="", port=0, local_rank=0, num_local=1,
+        doing=_Silent(), report=found.append, stop_asked=lambda: False,
+    )  # fmt: skip
+    task = FusedTask(
+        source=JOBS, settings=settings, steps=steps, checkpoint=str(folder / "alone.pt"), checkpoint_every=1000
+    )
+    fused_work(place, task)
+    return [report.losses for report in found]
+
+
+def test_foreground_background_and_fused_array_train_as_they_do_alone(tmp_path: Path) -> None:
+    settings = ({"lr": 0.05}, {"lr": 0.01}, {"lr": 0.002})
+    found = share(
+        tmp_path / "shared",
+        Background(source=JOBS, settings=({"lr": 0.02, "hidden": 48},), lowest_priority=False),
+        Background(source=JOBS, settings=settings, lowest_priority=False),
+        devices=1,
+        steps=120,
+    )
+    assert list(found.losses) == losses_alone(tmp_path / "alone", devices=1, steps=120)
+    single, array = found.backgrounds
+    assert single.state == array.state == "ended"
+    job = load_job(JOBS, {"lr": 0.02, "hidden": 48})
+    count = min(len(single.losses), 60)
+    assert count > 20
+    plan = sliced_plan(trace_job(job).graph, batch=job.batch, name="background")
+    own = train(JOBS, plan, steps=count, run_folder=tmp_path / "own", settings={"lr": 0.02, "hidden": 48})
+    assert single.losses[:count] == [loss.loss for loss in own.losses]
+    assert len(array.losses) > 20
+    alone = array_alone(settings, len(array.losses), tmp_path)
+    assert array.losses == [list(losses) for losses in alone]
+    assert found.background_steps > 0
+    assert found.background_kept is not None
+    assert found.timeline is not None
+    assert {event.lane for event in found.timeline.events} >= {"compute"}
+
+
+def test_a_background_that_is_killed_or_allocates_without_end_fails_alone_after_one_restart(tmp_path: Path) -> None:
+    def keeper(what: str) -> Keeper:
+        background = Background(
+            source=JOBS,
+            settings=({"what": what, "after": 200},),
+            memory_bytes=256 << 20,
+            lowest_priority=False,  # a busy machine would leave it hardly any time
+        )
+        return Keeper(background, Gate.create(tmp_path / f"gate-{what}"), tmp_path / what)
+
+    keepers = {"SIGKILL": keeper("kill"), "memory": keeper("allocate")}
+    for each in keepers.values():
+        each.start()
+    for words, each in keepers.items():
+        assert each.join(100)
+        assert each.kept.state == "failed"
+        assert words in each.kept.reason
+        assert each.kept.restarts == 1  # failing at the same step again is the end
+        assert each.pid is None  # nothing is left behind
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(Exception, match="pass --device cpu"):
+        find("abacus")
+
+
+def allowance(overlapped_s: float = 0.0, waiting_s: float = 0.0, *, alone: bool = False) -> Allowance:
+    return Allowance(alone=alone, overlapped_s=overlapped_s, gaps_s=(), waiting_s=waiting_s, reducing_s=0.0)
+
+
+def test_a_gate_allows_by_moment_and_counts_by_moment(tmp_path: Path) -> None:
+    gate, other = Gate.create(tmp_path / "gate"), Gate(tmp_path / "gate")
+    assert other.allowed_s(other.moment) == math.inf  # the foreground has not begun
+    gate.allow(allowance(0.002, math.inf), step=0)
+    gate.announce(Moment.COMPUTING)
+    assert other.allowed_s(other.moment) == 0.002
+    for moment in (Moment.COMPUTING, Moment.WAITING, Moment.ENDED):
+        other.begin_slice(moment)
+        torch.ones(300, 300) @ torch.ones(300, 300)
+        assert gate.done().overlapped_s > 0  # also while it is under way
+        other.end_slice()
+    done = gate.done()
+    assert min(done.overlapped_s, done.in_gaps_s, done.outside_s) > 0
+    assert len(gate.slices()) == 3
+    assert all(start < stop for start, stop in gate.slices())
+    gate.close()
+    assert [other.allowed_s(moment) for moment in (Moment.COMPUTING, Moment.WAITING, Moment.IDLE)] == [0, 0, 0]
+    gate.let_leave()
+    assert other.allowed_s(Moment.COMPUTING) == math.inf
+
+
+def test_a_small_allowance_adds_up_to_a_slice_now_and_then(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path / "gate")
+    doing = GatedDoing(_Silent(), Gate(tmp_path / "gate"))
+    doing._slice_s = 1.0
+    gate.announce(Moment.COMPUTING)
+    started = 0
+    for step in range(30):
+        gate.allow(allowance(0.3), step=step)
+        if doing._has_credit(Moment.COMPUTING):
+            doing._credit_s[Moment.COMPUTING] -= 1.0
+            started += 1
+    assert 8 <= started <= 9
+    gate.allow(allowance(alone=True), step=31)
+    doing._credit_s[Moment.COMPUTING] = 5.0
+    assert not doing._has_credit(Moment.COMPUTING)  # an alone step is alone, whatever was saved up
+
+
+def test_before_its_first_step_a_background_does_not_ask(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path / "gate")
+    gate.close()
+    GatedDoing(_Silent(), Gate(tmp_path / "gate")).say(phrase("tracing the model"))  # returns
+
+
+def test_slowdowns_compare_with_the_alone_steps_in_between() -> None:
+    log = StepLog(
+        times_s=[9.0, 1.0, 1.0] + [1.2, 1.2, 1.2, 1.0] * 10, alone=[True] * 3 + [False, False, False, True] * 10
+    )
+    found = slowdowns(log)
+    assert found["slowdown"] == pytest.approx(1.15)
+    assert found["slowdown_p95"] == pytest.approx(1.2)
+    assert found["alone_p95"] == 1.0
+    assert slowdowns(StepLog(times_s=[1.0], alone=[True]))["slowdown"] == 1.0
+    assert p95([1.0] * 95 + [2.0] * 5) == 1.0
+
+
+class _Job:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def evict(self, reason: str) -> None:
+        self.calls.append(f"evict: {reason}")
+
+    def readmit(self) -> None:
+        self.calls.append("readmit")
+
+
+def test_memory_that_runs_short_evicts_one_after_another_and_lets_them_come_back() -> None:
+    free, (first, last) = [50 << 20], (_Job(), _Job())
+    watch = MemoryWatch([first, last], reserve=100 << 20, available=lambda: free[0])
+    watch.look()
+    assert not first.calls
+    assert last.calls == ["evict: 50 MiB of memory were free, fewer than 100 MiB"]
+    watch.look()
+    assert len(first.calls) == 1
+    free[0] = 150 << 20  # not yet: coming back would take it below again
+    watch.look()
+    free[0] = 300 << 20
+    watch.look()
+    watch.look()
+    assert first.calls[-1] == last.calls[-1] == "readmit"
