@@ -13,9 +13,11 @@ import typer
 from burstpool import __version__
 from burstpool.cli.cluster import cluster
 from burstpool.cli.demo import demo
+from burstpool.cli.interference import interference
 from burstpool.cli.plan import plan
 from burstpool.cli.profile import profile
 from burstpool.cli.report import report
+from burstpool.cli.share import share
 from burstpool.cli.simulate import simulate
 from burstpool.cli.sweep import sweep
 from burstpool.cli.train import train
@@ -33,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (demo, profile, cluster, plan, simulate, train, sweep, report):
+for verb in (demo, profile, cluster, plan, simulate, train, sweep, share, interference, report):
     app.command()(verb)
 
 

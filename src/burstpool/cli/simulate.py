@@ -14,16 +14,22 @@ from rich.console import Console
 from rich.text import Text
 
 from burstpool.cli.plan import load_profiles
+from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds
 from burstpool.cluster.spec import ClusterSpec
-from burstpool.errors import PlanError
+from burstpool.errors import PlanError, ShareError
+from burstpool.job import is_job
 from burstpool.plan.inputs import PlanInputs
 from burstpool.plan.plan import Plan
+from burstpool.profiling.profile import Profile
 from burstpool.report.timeline import Timeline
 from burstpool.schedule.draw import draw
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate as simulate_schedule
 from burstpool.schedule.validate import validate
+from burstpool.share.budget import Budget
+from burstpool.share.interference import InterferenceTable, mix_of
+from burstpool.share.predict import SharingPrediction, predict_sharing
 
 
 def simulate(
@@ -34,6 +40,13 @@ def simulate(
     cluster: Annotated[Path | None, typer.Option(help="Another cluster than it was made for.")] = None,
     extrapolate: Annotated[bool, typer.Option("--extrapolate", help="Guess beyond the measured batches.")] = False,
     steps: Annotated[int, typer.Option(help="Steps in the timeline.", min=1)] = 1,
+    background: Annotated[
+        str | None, typer.Option(help="A job, or its profile, to train in what the plan leaves on every device.")
+    ] = None,
+    interference: Annotated[
+        Path | None, typer.Option(help="How kinds of layers slow each other down; burstpool interference writes it.")
+    ] = None,
+    slowdown: Annotated[float, typer.Option(help="With --background: how much longer steps may take.")] = 1.10,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the timeline.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
@@ -46,14 +59,68 @@ def simulate(
     timeline = simulate_schedule(schedule, inputs.cost(), flow, steps=steps)
     if output is not None:
         timeline.save(output)
+    sharing = None
+    if background is not None:
+        one_step = timeline if steps == 1 else simulate_schedule(schedule, inputs.cost(), flow)
+        sharing = _shared(one_step, plan, inputs.profiles[0], background, interference, slowdown)
     if as_json:
-        print(json.dumps({"model": plan.model, "strategy": plan.strategy, "batch": plan.batch} | in_short(timeline)))
+        found = {"model": plan.model, "strategy": plan.strategy, "batch": plan.batch} | in_short(timeline)
+        print(json.dumps(found | (sharing_in_short(sharing) if sharing is not None else {})))
         return
     console = Console()
     console.print(Text(f"{plan.model}, batch {plan.batch}, strategy {plan.strategy}", style="bold"))
     show_timeline(timeline, console)
+    if sharing is not None:
+        console.print(
+            f"With a background job on every device: slowdown {sharing.slowdown:.3f}, {sharing.background_kept:.0%} of "
+            f"its speed alone kept; sum of shares {sharing.sum_of_shares:.2f}",
+            highlight=False,
+        )
     if output is not None:
         console.print(f"Written to {output}", markup=False, highlight=False)
+
+
+def sharing_in_short(sharing: SharingPrediction) -> dict[str, Any]:
+    """What scripts want to know of a background under a plan."""
+    return {
+        "slowdown": sharing.slowdown,
+        "background_kept": sharing.background_kept,
+        "sum_of_shares": sharing.sum_of_shares,
+        "background_s": [device.gap_s + device.overlapped_s for device in sharing.devices],
+    }
+
+
+def _shared(
+    timeline: Timeline, plan: Plan, foreground: Profile, background: str, interference: Path | None, slowdown: float
+) -> SharingPrediction:
+    if interference is None:
+        raise ShareError("--background needs --interference table.json; burstpool interference -o table.json makes one")
+    table = InterferenceTable.load(interference)
+    beside = load_profiles([Path(background)])[0] if not is_job(background) else _profiled(background)
+    batch = max(share.num_samples for block in plan.blocks for share in block.shares)
+    batch = min(max(batch, foreground.batches[0]), foreground.batches[-1])
+    return predict_sharing(
+        timeline,
+        mix_of(foreground, batch),
+        mix_of(beside, beside.batches[-1]),
+        table,
+        Budget(slowdown=slowdown),
+        devices=plan.devices,
+    )
+
+
+def _profiled(source: str) -> Profile:
+    """A job's layers at its own batch, measured on this machine's CPU: of them only the parts of the kinds count."""
+    from burstpool.job import load_job
+    from burstpool.profiling.measure import profile
+    from burstpool.run.setup import trace_job
+
+    job = load_job(source)
+    _, target = job.samples(2)
+    with progress_bar(f"measuring {job.name}") as progress:
+        return profile(
+            trace_job(job), loss=job.loss, target=target, name=job.name, batches=[job.batch], progress=progress
+        )
 
 
 def in_short(timeline: Timeline) -> dict[str, Any]:

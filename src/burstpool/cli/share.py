@@ -1,0 +1,208 @@
+"""`burstpool share`: trains a foreground job at a promised speed, and background jobs in what it leaves.
+
+Takes the foreground as `train` does: a job and a plan file, or a number of devices (one, if neither is given). Each
+`--with` names a background job with its settings; several values of a setting make a fused array:
+
+    burstpool share zoo:tiny_vgg --with 'zoo:tiny_mlp lr=0.1,0.03,0.01' --slowdown 1.10 --steps 500
+
+Shows the foreground's speed, its slowdown and the background's throughput while it runs; writes a run folder. With
+`--json`, one JSON object says what came of it.
+"""
+
+import itertools
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from burstpool.cli.progress import progress_bar
+from burstpool.errors import RunError, ShareError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from burstpool.plan.inputs import PlanInputs
+    from burstpool.plan.plan import Plan
+    from burstpool.share.base import Background, ShareOutcome, ShareProgress
+    from burstpool.share.budget import Gap
+
+
+def share(
+    foreground: Annotated[str, typer.Argument(metavar="FOREGROUND", help="job.py, job.py:function or zoo:NAME.")],
+    backgrounds: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="A background job and its settings: 'job.py lr=0.1'; lr=0.1,0.01 makes an array."),
+    ] = None,
+    slowdown: Annotated[float, typer.Option(help="How much longer than alone the foreground's steps may take.")] = 1.10,
+    plan: Annotated[Path | None, typer.Option(help="The foreground's plan; burstpool plan writes one.")] = None,
+    devices: Annotated[int | None, typer.Option(help="Data parallelism on so many devices.", min=1)] = None,
+    steps: Annotated[int, typer.Option(help="Steps of the foreground.", min=1)] = 500,
+    batch: Annotated[int | None, typer.Option(help="The foreground's samples a step; the job's if left out.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A hyper-parameter of the foreground: name=value.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    memory: Annotated[float | None, typer.Option(help="MiB that each background job may allocate.")] = None,
+    run_folder: Annotated[Path | None, typer.Option(help="Where to write; runs/NAME-TIME if left out.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as one JSON object.")] = False,
+) -> None:
+    """Train background jobs in what a foreground job leaves, within a slowdown budget."""
+    from burstpool.job import load_job, parse_settings
+    from burstpool.run.folder import new_run_path
+    from burstpool.run.options import RunOptions
+    from burstpool.share.base import ShareRequest, find
+    from burstpool.share.budget import Budget
+
+    if not backgrounds:
+        raise ShareError("say what to train beside it: --with job.py, once or more")
+    budget, implementation = Budget(slowdown=slowdown), find(device)
+    given = parse_settings(settings or [])
+    job = load_job(foreground, given)
+    found, inputs = _plan(job, plan, devices, batch)
+    chosen = spread([background(words, memory) for words in backgrounds], len(found.devices))
+    request = ShareRequest(
+        foreground=foreground,
+        settings=given,
+        plan=found,
+        steps=steps,
+        backgrounds=tuple(chosen),
+        budget=budget,
+        options=RunOptions(device="cuda" if device == "cuda" else "cpu"),
+        run_folder=run_folder or new_run_path(job.name, Path("runs")),
+        inputs=inputs,
+        gaps=known_gaps(found, inputs),
+    )
+    with _progress(job.name) as observer:
+        outcome = implementation(request, observer=observer)
+    if as_json:
+        print(json.dumps(in_short(outcome)))
+        return
+    _show(outcome, slowdown, Console())
+
+
+def background(words: str, memory_mib: float | None = None) -> "Background":
+    """`"job.py lr=0.1,0.01 width=8"` as a background: every combination of the values is a member of its array."""
+    from burstpool.job import parse_settings
+    from burstpool.share.base import Background
+
+    try:
+        source, *pairs = shlex.split(words)
+    except ValueError as error:
+        raise ShareError(f"--with {words!r} cannot be read: {error}; e.g. --with 'job.py lr=0.1'") from None
+    values = {name: text.split(",") for name, text in parse_settings(pairs).items()}
+    members = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+    memory_bytes = None if memory_mib is None else int(memory_mib * (1 << 20))
+    return Background(source=source, settings=tuple(members), memory_bytes=memory_bytes)
+
+
+def spread(backgrounds: "list[Background]", num_devices: int) -> "list[Background]":
+    """With one array for several devices, each of them gets an array of its own with a part of the members."""
+    from dataclasses import replace
+
+    if len(backgrounds) != 1 or num_devices == 1 or len(backgrounds[0].settings) < num_devices:
+        return backgrounds
+    members = backgrounds[0].settings
+    return [replace(backgrounds[0], settings=members[device::num_devices]) for device in range(num_devices)]
+
+
+def known_gaps(plan: "Plan", inputs: "PlanInputs | None") -> "tuple[Gap, ...]":
+    """The gaps of the least busy device, simulated; one of unknown length where they wait but nothing was measured."""
+    from burstpool.share.budget import Gap
+
+    if len(plan.devices) == 1:
+        return ()
+    if inputs is None:
+        return (Gap(length_s=0.0),)
+    from burstpool.schedule.lower import lower
+    from burstpool.schedule.simulate import simulate
+    from burstpool.share.predict import device_gaps
+
+    flow = inputs.dataflow(plan)
+    timeline = simulate(lower(plan, flow), inputs.cost(), flow)
+    return max(
+        (device_gaps(timeline, device) for device in plan.devices), key=lambda gaps: sum(g.length_s for g in gaps)
+    )
+
+
+def _plan(job: Any, plan_file: Path | None, num_devices: int | None, batch: int | None) -> "tuple[Plan, Any]":
+    from burstpool.plan.inputs import PlanInputs
+    from burstpool.plan.plan import Plan
+    from burstpool.run.even import even_plan
+    from burstpool.run.setup import trace_job
+
+    if plan_file is not None and num_devices is not None:
+        raise RunError("give either --plan or --devices, not both")
+    if plan_file is None:
+        graph = trace_job(job).graph
+        return even_plan(graph, num_devices=num_devices or 1, batch=batch or job.batch, name=job.name), None
+    found = Plan.load(plan_file)
+    if batch is not None and batch != found.batch:
+        raise RunError(f"--batch {batch} is not the plan's {found.batch}; plan again with --batch {batch}")
+    beside = PlanInputs.path(plan_file)
+    return found, PlanInputs.load(beside) if beside.is_file() else None
+
+
+def in_short(outcome: "ShareOutcome") -> dict[str, Any]:
+    """What scripts want to know."""
+    return {
+        "run_folder": str(outcome.folder),
+        "steps": len(outcome.losses),
+        "step_time_s": outcome.step_time_s,
+        "alone_step_time_s": outcome.alone_step_s,
+        "slowdown": outcome.slowdown,
+        "slowdown_p95": outcome.slowdown_p95,
+        "alone_p95": outcome.alone_p95,
+        "background_steps": outcome.background_steps,
+        "background_kept": outcome.background_kept,
+        "loss": outcome.losses[-1],
+        "losses": list(outcome.losses),
+        "backgrounds": [
+            {
+                "name": each.name,
+                "device": each.device,
+                "steps": each.steps,
+                "kept": each.kept,
+                "state": each.state,
+                "reason": each.reason,
+                "restarts": each.restarts,
+                "evictions": each.evictions,
+                "losses": each.losses,
+            }
+            for each in outcome.backgrounds
+        ],
+    }
+
+
+@contextmanager
+def _progress(name: str) -> "Iterator[Callable[[ShareProgress], None]]":
+    with progress_bar(f"sharing with {name}") as tell:
+
+        def observe(progress: "ShareProgress") -> None:
+            what = f"{progress.samples_per_s:,.0f} samples/s"
+            if progress.slowdown is not None:
+                what += f", slowdown {progress.slowdown:.2f}"
+            tell(progress.step, progress.steps, f"{what}; background {progress.background_steps_per_s:.1f} steps/s")
+
+        yield observe
+
+
+def _show(outcome: "ShareOutcome", budget: float, console: Console) -> None:
+    line = f"Foreground: loss {outcome.losses[-1]:.4g}, slowdown {outcome.slowdown:.3f} of {budget:g}"
+    if outcome.slowdown_p95 is not None and outcome.alone_p95 is not None:
+        line += f", p95 {outcome.slowdown_p95:.3f} ({outcome.alone_p95:.3f} alone)"
+    console.print(line, highlight=False)
+    for each in outcome.backgrounds:
+        kept = f", {each.kept:.0%} of its speed alone" if each.kept is not None else ""
+        why = f": {each.reason}" if each.reason else ""
+        console.print(
+            f"Background {each.name} on device {each.device}: {each.steps} steps{kept}; {each.state}{why}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(f"Run folder: {outcome.folder}", markup=False, highlight=False)

@@ -1,0 +1,97 @@
+"""`burstpool share`, `burstpool interference` and `burstpool simulate --background`, as a user calls them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from burstpool.cli.app import run
+from burstpool.cli.share import background, known_gaps, spread
+from burstpool.cluster.spec import ClusterSpec
+from burstpool.job import load_job
+from burstpool.profiling.profile import LayerProfile, Profile
+from burstpool.run.even import even_plan
+from burstpool.run.setup import trace_job
+from burstpool.share.interference import InterferenceTable, Pair
+
+JOBS = str(Path(__file__).with_name("share_jobs.py"))
+
+
+def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["share", JOBS, "--with", f"{JOBS} lr=0.1,0.01", "--steps", "60", "--slowdown", "1.2", "--json"]
+    assert run([*words, "--run-folder", str(tmp_path / "run")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == len(found["losses"]) == 60
+    assert {"slowdown", "slowdown_p95", "background_steps", "background_kept"} <= found.keys()
+    assert found["slowdown"] > 0.5
+    [array] = found["backgrounds"]
+    assert array["state"] == "ended"
+    assert len(array["losses"][0]) == 2
+    assert run(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["share", JOBS], "say what to train beside it"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp", "--slowdown", "1"], "slowdown=1.0 must be more than 1"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp", "--device", "abacus"], "pass --device cpu"),
+        (["share", JOBS, "--with", f"{JOBS} width=3", "--steps", "5"], "no hyper-parameter 'width'"),
+        (["share", JOBS, "--with", "'zoo:tiny_mlp"], "cannot be read"),
+    ],
+)
+def test_mistakes_end_in_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_values_of_settings_make_an_array_and_an_array_is_spread_over_devices() -> None:
+    array = background("job.py lr=0.1,0.01,0.001 width=8,16", 100)
+    assert len(array.settings) == 6
+    assert array.memory_bytes == 100 << 20
+    assert background("zoo:tiny_mlp").settings == ({},)
+    parts = spread([array], 4)
+    assert [len(part.settings) for part in parts] == [2, 2, 1, 1]
+    assert sorted(map(str, array.settings)) == sorted(str(s) for part in parts for s in part.settings)
+    assert spread([array, array], 4) == [array, array]
+
+
+def test_one_device_has_no_gaps_and_several_may_wait() -> None:
+    job = load_job(JOBS)
+    graph = trace_job(job).graph
+    plans = [even_plan(graph, num_devices=count, batch=job.batch, name="") for count in (1, 2)]
+    assert known_gaps(plans[0], None) == ()
+    assert [gap.length_s for gap in known_gaps(plans[1], None)] == [0.0]
+
+
+def test_simulate_predicts_a_background_under_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    layers = tuple(
+        LayerProfile(
+            name=name, inputs=(before,), parameter_bytes=4_000_000, output_bytes_per_sample=1000, kind=kind,
+            forward_s={1: 1e-3, 64: 64e-3}, backward_s={1: 2e-3, 64: 128e-3},
+        )
+        for before, name, kind in (("x", "a", "conv2d"), ("a", "b", "linear"))
+    )  # fmt: skip
+    Profile(model="tiny", device="A100", source="made up", layers=layers).save("profile.json")
+    ClusterSpec.uniform("A100", devices_per_node=4, link="nvlink3", name="four").save("cluster.toml")
+    pair = Pair(foreground="convolution", background="linear", slowdown=1.4, kept=0.5)
+    InterferenceTable(device="A100", source="made up", pairs=(pair,)).save("table.json")
+    assert run(["plan", "profile.json", "--cluster", "cluster.toml", "--batch", "16", "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    assert run(["simulate", "plan.json", "--background", "profile.json", "--json"]) == 2
+    assert "--interference" in capsys.readouterr().err
+    assert run(["simulate", "plan.json", "--background", "profile.json", "--interference", "table.json", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 1 < found["slowdown"] <= 1.10 + 1e-9
+    assert 0 < found["background_kept"] < 1
+    assert len(found["background_s"]) == 4
+    assert found["sum_of_shares"] == pytest.approx(1 / found["slowdown"] + found["background_kept"])
