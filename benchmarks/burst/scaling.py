@@ -18,7 +18,7 @@ and a background job's speed over what it has on a device of its own. N devices 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from burstpool.cluster.spec import ClusterSpec
@@ -53,8 +53,8 @@ class Use:
     loads: tuple[DeviceLoad, ...]
     """Of all devices."""
     step_by: str = "simulator"
-    planner_step_s: float | None = None
-    """The burst planner's own cost, where it planned."""
+    planner_error: float | None = None
+    """How far the burst planner's own cost of its best plan is from the simulator, relative to the latter."""
 
 
 def cluster(device: str, num_devices: int) -> ClusterSpec:
@@ -95,38 +95,41 @@ def _data(profile: Profile, num_devices: int, batch: int, known: dict[int, Use])
     return known[num_devices]
 
 
-def _use(plan: Plan, profile: Profile, on: ClusterSpec, *, planner: burst.BurstPoint | None = None) -> Use:
-    """The plan simulated, or by the planner's cost where that would take too long."""
+def _use(plan: Plan, profile: Profile, on: ClusterSpec) -> Use:
     flow = dataflow(plan, profile)
-    schedule = lower(plan, flow)
-    planner_step_s = planner.step_time_s if planner is not None else None
-    if planner is not None and sum(map(len, schedule.devices)) > MOST_ACTIONS:
-        return Use(
-            num_devices=on.num_devices,
-            step_time_s=planner.step_time_s,
-            device_seconds=planner.device_seconds,
-            loads=even_loads(on.num_devices, planner.step_time_s, planner.device_seconds),
-            step_by="planner",
-            planner_step_s=planner_step_s,
-        )
-    timeline = simulate(schedule, CostModel(profile, on, extrapolate=True), flow)
+    timeline = simulate(lower(plan, flow), CostModel(profile, on, extrapolate=True), flow)
     return Use(
         num_devices=on.num_devices,
         step_time_s=timeline.step_time_s,
         device_seconds=sum(timeline.all_busy_s()),
         loads=loads_of(timeline),
-        planner_step_s=planner_step_s,
     )
 
 
 def _burst(profile: Profile, num_devices: int, batch: int, burst_limit: float, whole: Use) -> Use:
-    """As `burst.plan` does: data parallelism where it keeps to the budget and simulates faster."""
+    """What `burst.plan` plans; where simulating takes too long, the planner's best by its own cost, or data parallelism
+    where that keeps to the budget and is faster."""
     on = cluster(profile.device, num_devices)
     found = burst.search(profile, on, batch=batch, extrapolate=True)
     budget = burst_limit * found.one_device_seconds
     point = found.within(budget)
-    use = _use(burst.planned(found, point, profile), profile, on, planner=point)
-    return whole if whole.device_seconds <= budget and whole.step_time_s <= use.step_time_s else use
+    best = burst.planned(found, point, profile)
+    if sum(map(len, lower(best, dataflow(best, profile)).devices)) <= MOST_ACTIONS:
+        chosen = burst.plan(profile, on, batch=batch, extrapolate=True, burst_limit=burst_limit)
+        # The error is of the plan that was costed; another may have been chosen because of it.
+        simulated_s = burst.predicted_plan(CostModel(profile, on, extrapolate=True), found, point).step_time_s
+        assert simulated_s is not None
+        use = _use(chosen, profile, on)
+        return replace(use, planner_error=point.step_time_s / simulated_s - 1)
+    if whole.device_seconds <= budget and whole.step_time_s <= point.step_time_s:
+        return whole
+    return Use(
+        num_devices=num_devices,
+        step_time_s=point.step_time_s,
+        device_seconds=point.device_seconds,
+        loads=even_loads(num_devices, point.step_time_s, point.device_seconds),
+        step_by="planner",
+    )
 
 
 def _static_row(
@@ -151,7 +154,6 @@ def _row(profile: Profile, batch: int, strategy: str, use: Use, sharing: Sharing
     step_time_s = use.step_time_s * (shared.foreground_slowdown if shared is not None else 1.0)
     foreground = batch / step_time_s / best_samples_per_s(profile)
     background = shared.background_device_s / step_time_s if shared is not None else None
-    error = use.planner_step_s / use.step_time_s - 1 if use.planner_step_s and use.step_by == "simulator" else None
     return {
         "model": profile.model,
         "device": profile.device,
@@ -161,7 +163,7 @@ def _row(profile: Profile, batch: int, strategy: str, use: Use, sharing: Sharing
         "step_ms": step_time_s * 1e3,
         "device_ms": use.device_seconds * 1e3,
         "step_by": use.step_by,
-        "planner_error": error,
+        "planner_error": use.planner_error,
         "foreground_devices": foreground,
         "background_devices": background,
         "total_devices": foreground + (background or 0.0),

@@ -7,8 +7,9 @@ the widths in `widths.py`; what a branch may do in `burst_forks.py`; the search 
 
 - Exact on chains, and on branching models whose forks are small; else the best that was found, with a bound.
 - Where a model has branches, at most `MOST_BRANCH_WIDTHS` widths are considered, powers of two among them.
-- The plan's own `step_time_s` and `device_seconds` come from lowering and simulating it. Where data parallelism keeps
-  to the budget and the simulator has it faster, its blocks are the plan.
+- The plan's own `step_time_s` and `device_seconds` come from lowering and simulating it. Where the simulator has it
+  slower than its cost, plans whose cost is more certain are simulated too (branches one after the other; one width for
+  all layers), and the fastest is the plan. Where data parallelism keeps to the budget and is faster, its blocks are.
 - Memory: see `burst_memory.py`.
 
 Ignores host-side data loading, and what CostModel leaves out.
@@ -16,7 +17,7 @@ Ignores host-side data loading, and what CostModel leaves out.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +28,7 @@ from burstpool.model.graph import LayerGraph
 from burstpool.plan import data
 from burstpool.plan.branches import ModelRow, Stage, model_row
 from burstpool.plan.burst_chain import Problem, Sweep, Way, best, whole_front
-from burstpool.plan.burst_cost import BurstCost, BurstOptions, burst_cost
+from burstpool.plan.burst_cost import BurstCost, BurstOptions, Ops, burst_cost
 from burstpool.plan.burst_forks import stage_ops
 from burstpool.plan.burst_parts import Parts
 from burstpool.plan.cost import CostModel, Profiles
@@ -42,6 +43,10 @@ MOST_BRANCH_WIDTHS = 16
 """Widths considered where a model has branches."""
 _WEIGHTS = np.concatenate([[0.0], np.geomspace(1e-5, 10.0, 13), [1e6]])
 """Seconds of step time that a device-second is worth, from nothing to everything."""
+_TRUST = 0.03
+"""Where the simulator has a plan slower than its cost by more, relative to the cost, others are simulated too."""
+_MOST_WIDTHS_TRIED = 3
+"""Of one width for all layers."""
 _LABEL_WORK = 2_000_000
 """Labels × alternatives × widths of one search, over all parts."""
 
@@ -126,6 +131,19 @@ class BurstSearch:
         found = best(self._problem, sweep, weight=weight, known=known, max_labels=self._max_labels)
         assert found.way is not None
         return self._point(found.way, proven=found.proven)
+
+    def of_one_width(self, place: int) -> BurstPoint:
+        """All layers at one width: data parallelism on some of the devices."""
+        layers = self.cost.layers
+        whole = reduce(Ops.then, (layers.at((layer, place)) for layer in reversed(range(len(layers.device_s)))))
+        return BurstPoint(
+            step_time_s=max(float(whole.both_s), float(whole.compute_s) + self.cost.updates_s),
+            device_seconds=float(whole.device_s),
+            widths=(self.cost.widths.values[place],) * len(layers.device_s),
+            offsets=(0,) * len(layers.device_s),
+            proven=False,
+            bound_s=0.0,
+        )
 
     @cached_property
     def _fastest(self) -> Way:
@@ -228,10 +246,28 @@ def plan(
     point = found.weighted(device_time_weight) if device_time_weight is not None else found.within(budget)
     weight = device_time_weight or 0.0
     made = predicted_plan(cost, found, point, graph)
+    assert made.step_time_s is not None
+    if made.step_time_s > (1 + _TRUST) * point.step_time_s:
+        for other in _more_certain(found, point, budget, weight):
+            if other.step_time_s + weight * other.device_seconds < _price(made, weight):
+                made = min(made, predicted_plan(cost, found, other, graph), key=lambda some: _price(some, weight))
     whole = _data_parallel(cost, batch, graph, extrapolate)
     if whole is not None and _price(whole, weight) <= _price(made, weight) and _needs(whole) <= budget * (1 + 1e-9):
         return replace(whole, strategy="burst")
     return made
+
+
+def _more_certain(found: BurstSearch, point: BurstPoint, budget: float, weight: float) -> Iterator[BurstPoint]:
+    """Plans within the budget whose cost says more: without branches beside each other, and of one width."""
+    if any(point.offsets):
+        options = replace(found.cost.options, branches_beside=False)
+        search = BurstSearch(replace(found.cost, options=options), found.model)
+        yield search.weighted(weight) if weight else search.within(budget)
+    layers = found.cost.layers
+    within = np.flatnonzero(layers.device_s.sum(axis=0) <= budget)
+    compute_s = layers.compute_s.sum(axis=0)
+    for place in sorted(within.tolist(), key=lambda place: compute_s[place])[:_MOST_WIDTHS_TRIED]:
+        yield found.of_one_width(place)
 
 
 def _price(some: Plan, weight: float) -> float:
