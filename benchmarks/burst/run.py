@@ -4,6 +4,8 @@ run.py --deeppool [--json]       the burst planner against DeepPool's rule
 run.py --times [--json]          how long planning takes
 run.py [--profiles DIR] [--interference FILE] [--json]
                                  the large-scale simulation; writes results.json and figures/ beside this file
+run.py --summary                 the README's tables, from results.json
+run.py --skyline                 a plan as a picture
 """
 
 import argparse
@@ -20,6 +22,7 @@ from deeppool_comparison import MODELS, bar_cell, cluster, compare
 from plot import line_plot
 from scaling import cluster as scaled_cluster
 from scaling import scaling
+from summary import summary
 
 from burstpool.plan import data
 from burstpool.plan.burst import plan, search
@@ -47,6 +50,9 @@ def main() -> None:
     if arguments.skyline:
         print(picture())
         return
+    if arguments.summary:
+        print(summary(json.loads((HERE / "results.json").read_text())))
+        return
     if not DATA.is_dir() and (arguments.deeppool or arguments.times or not arguments.profiles):
         raise SystemExit(f"DeepPool's profiles are not in {DATA}; give --profiles with profiles of your own")
     task = deeppool if arguments.deeppool else times if arguments.times else simulate
@@ -59,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--deeppool", action="store_true", help="compare with DeepPool's planner")
     parser.add_argument("--times", action="store_true", help="measure planning times")
     parser.add_argument("--skyline", action="store_true", help="draw a plan")
+    parser.add_argument("--summary", action="store_true", help="the README's tables, from results.json")
     parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS), help="of DeepPool's")
     parser.add_argument("--device-time", choices=["busy", "held"], default="busy", help="what the comparison counts")

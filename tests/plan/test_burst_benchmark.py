@@ -86,6 +86,17 @@ def test_burst_steps_are_the_simulators_unless_that_takes_too_long(
     assert guessed["planner_error"] is None
 
 
+def test_the_summary_has_a_line_a_model(scaling: ModuleType, sharing: ModuleType, model: Profile) -> None:
+    import summary
+
+    rows = list(scaling.scaling(model, 256, [8, 32], 2.0, sharing.Rates(**RATES)))
+    text = summary.summary({"rows": rows, "planner_error_median": 0.01, "planner_error_most": 0.2})
+    assert text.count("| random, A100 |") == 2
+    assert "1.0% in the median, 20.0% at most" in text
+    best = max(row["total_over_data"] for row in rows if (row["strategy"], row["num_devices"]) == ("static", 32))
+    assert f"{best:.2f}–{best:.2f}" in text
+
+
 def test_loads_fill_the_step(sharing: ModuleType) -> None:
     """Two devices: one busy twice, one never; a step in steady state is longer than the first."""
     spans = [(0.0, 1.0), (3.0, 4.0)]
