@@ -31,14 +31,19 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _plain(title: str) -> Callable[[int, int, str], None]:
-    start = last = time.monotonic()
+    last = time.monotonic()
+    first: tuple[float, int] | None = None
+    """When the first was done, and how many then: what came before, such as starting processes, says nothing of
+    the rest."""
 
     def tell(done: int, total: int, what: str) -> None:
-        nonlocal last
+        nonlocal last, first
         now = time.monotonic()
+        first = first or (now, done)
         if now - last >= _PLAIN_INTERVAL_S:
-            left_s = (now - start) / max(done, 1) * (total - done)
-            print(f"{title}: {done}/{total}, about {left_s:.0f} s left ({what})", file=sys.stderr)
+            pace_s = (now - first[0]) / (done - first[1]) if done > first[1] else None
+            left = f", about {pace_s * (total - done):.0f} s left" if pace_s is not None else ""
+            print(f"{title}: {done}/{total}{left} ({what})", file=sys.stderr)
             last = now
 
     return tell
