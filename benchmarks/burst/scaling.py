@@ -21,15 +21,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sharing import Sharing, even_timeline
+
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.plan import burst, data
 from burstpool.plan.cost import CostModel
 from burstpool.plan.dataflow import dataflow
 from burstpool.plan.plan import Plan
 from burstpool.profiling.profile import Profile
+from burstpool.report.timeline import Timeline
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
-from sharing import DeviceLoad, Sharing, even_loads, loads_of
 
 DEVICES_PER_NODE = 8
 LINKS = {
@@ -46,15 +48,21 @@ MOST_ACTIONS = 150_000
 class Use:
     """One foreground job on a cluster."""
 
-    num_devices: int
-    """Of the cluster."""
-    step_time_s: float
-    device_seconds: float
-    loads: tuple[DeviceLoad, ...]
-    """Of all devices."""
+    timeline: Timeline
+    """One step on all devices of the cluster."""
     step_by: str = "simulator"
     planner_error: float | None = None
     """How far the burst planner's own cost of its best plan is from the simulator, relative to the latter."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Of the foreground alone."""
+        return self.timeline.step_time_s
+
+    @property
+    def device_seconds(self) -> float:
+        """What all devices compute in it."""
+        return sum(self.timeline.all_busy_s())
 
 
 def cluster(device: str, num_devices: int) -> ClusterSpec:
@@ -97,13 +105,7 @@ def _data(profile: Profile, num_devices: int, batch: int, known: dict[int, Use])
 
 def _use(plan: Plan, profile: Profile, on: ClusterSpec) -> Use:
     flow = dataflow(plan, profile)
-    timeline = simulate(lower(plan, flow), CostModel(profile, on, extrapolate=True), flow)
-    return Use(
-        num_devices=on.num_devices,
-        step_time_s=timeline.step_time_s,
-        device_seconds=sum(timeline.all_busy_s()),
-        loads=loads_of(timeline),
-    )
+    return Use(timeline=simulate(lower(plan, flow), CostModel(profile, on, extrapolate=True), flow))
 
 
 def _burst(profile: Profile, num_devices: int, batch: int, burst_limit: float, whole: Use) -> Use:
@@ -123,13 +125,7 @@ def _burst(profile: Profile, num_devices: int, batch: int, burst_limit: float, w
         return replace(use, planner_error=point.step_time_s / simulated_s - 1)
     if whole.device_seconds <= budget and whole.step_time_s <= point.step_time_s:
         return whole
-    return Use(
-        num_devices=num_devices,
-        step_time_s=point.step_time_s,
-        device_seconds=point.device_seconds,
-        loads=even_loads(num_devices, point.step_time_s, point.device_seconds),
-        step_by="planner",
-    )
+    return Use(timeline=even_timeline(num_devices, point.step_time_s, point.device_seconds), step_by="planner")
 
 
 def _static_row(
@@ -150,7 +146,7 @@ def _static_row(
 
 
 def _row(profile: Profile, batch: int, strategy: str, use: Use, sharing: Sharing | None) -> dict[str, Any]:
-    shared = sharing.predict(use.loads, use.step_time_s) if sharing is not None else None
+    shared = sharing.predict(use.timeline, profile) if sharing is not None else None
     step_time_s = use.step_time_s * (shared.foreground_slowdown if shared is not None else 1.0)
     foreground = batch / step_time_s / best_samples_per_s(profile)
     background = shared.background_device_s / step_time_s if shared is not None else None
@@ -158,7 +154,7 @@ def _row(profile: Profile, batch: int, strategy: str, use: Use, sharing: Sharing
         "model": profile.model,
         "device": profile.device,
         "batch": batch,
-        "num_devices": use.num_devices,
+        "num_devices": use.timeline.num_devices,
         "strategy": strategy,
         "step_ms": step_time_s * 1e3,
         "device_ms": use.device_seconds * 1e3,

@@ -5,28 +5,17 @@ one: three measured numbers. Without any, the simulation says nothing of backgro
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from burstpool.report.timeline import Timeline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceLoad:
-    """Devices of a plan that have as much to do, in one step of the foreground alone."""
-
-    num_devices: int
-    busy_s: float
-    """Of each: what it computes."""
-    gaps_s: tuple[float, ...]
-    """Of each: how long it has nothing to compute, piece by piece; with `busy_s` the whole step."""
+from burstpool.profiling.profile import Profile
+from burstpool.report.timeline import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """A foreground job with background jobs beside it on all its devices."""
+    """A foreground job with background jobs beside it on all devices of the cluster."""
 
     foreground_slowdown: float
     """Its step over its step alone; 1 or more."""
@@ -38,14 +27,18 @@ class Shared:
 class Sharing(Protocol):
     """Predicts from measurements. Pure and deterministic."""
 
-    def predict(self, loads: Sequence[DeviceLoad], step_time_s: float) -> Shared:
-        """What comes of background jobs on these devices; together they are all devices of the cluster."""
+    def predict(self, timeline: Timeline, profile: Profile) -> Shared:
+        """What comes of background jobs on every device of a timeline of one step.
+
+        The timeline has the foreground's step, what each device computes and its gaps; the profile says which kinds of
+        layers the foreground has. Large timelines have few kinds of devices: see `alike_devices`.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """One slowdown and two rates for all plans, whatever the length of gaps."""
+    """One slowdown and two rates for all plans, whatever the length of gaps and the kinds of layers."""
 
     gap_rate: float
     """Part of its speed alone that a background job keeps in the foreground's gaps."""
@@ -63,35 +56,31 @@ class Rates:
             raise SystemExit(f"{path} lacks {', '.join(missing)}; measure them and write them there")
         return cls(**{name: float(found[name]) for name in cls.__slots__})
 
-    def predict(self, loads: Sequence[DeviceLoad], step_time_s: float) -> Shared:
+    def predict(self, timeline: Timeline, profile: Profile) -> Shared:
         """The foreground's work and its gaps both take longer by the slowdown."""
-        busy_s = sum(load.num_devices * load.busy_s for load in loads)
-        gap_s = sum(load.num_devices for load in loads) * step_time_s - busy_s
+        busy_s = sum(timeline.all_busy_s())
+        gap_s = timeline.num_devices * timeline.step_time_s - busy_s
         kept_s = gap_s * self.gap_rate + busy_s * self.beside_rate
         return Shared(
             foreground_slowdown=self.foreground_slowdown, background_device_s=self.foreground_slowdown * kept_s
         )
 
 
-def loads_of(timeline: Timeline) -> tuple[DeviceLoad, ...]:
-    """A timeline's devices, those that are alike to the microsecond together.
-
-    Gaps are those of the first step; where a step in steady state is shorter or longer, they are stretched to fill it.
-    """
-    step_s, busy = timeline.step_time_s, timeline.all_busy_s()
-    alike: dict[tuple[float, tuple[float, ...]], list[int]] = {}
-    for device, spans in enumerate(timeline.gaps()):
-        lengths = tuple(round(stop_s - start_s, 6) for start_s, stop_s in spans)
-        alike.setdefault((round(busy[device], 6), lengths), []).append(device)
-    found = []
-    for (_, lengths), devices in alike.items():
-        free_s, total_s = max(step_s - busy[devices[0]], 0.0), sum(lengths)
-        gaps_s = tuple(length * free_s / total_s for length in lengths if length) if total_s else (free_s,)
-        found.append(DeviceLoad(num_devices=len(devices), busy_s=busy[devices[0]], gaps_s=gaps_s))
-    return tuple(found)
+def alike_devices(timeline: Timeline) -> dict[int, int]:
+    """One device of each kind → how many: those with the same work and the same gaps, to the microsecond."""
+    busy_s = timeline.all_busy_s()
+    found: dict[tuple[object, ...], list[int]] = {}
+    for device, gaps in enumerate(timeline.gaps()):
+        key = tuple((round(start_s, 6), round(stop_s, 6)) for start_s, stop_s in gaps)
+        found.setdefault((round(busy_s[device], 6), *key), []).append(device)
+    return {devices[0]: len(devices) for devices in found.values()}
 
 
-def even_loads(num_devices: int, step_time_s: float, device_seconds: float) -> tuple[DeviceLoad, ...]:
-    """Where no timeline could be afforded: all devices alike, with one gap each."""
+def even_timeline(num_devices: int, step_time_s: float, device_seconds: float) -> Timeline:
+    """Where no simulation could be afforded: all devices alike, each busy in one piece."""
     busy_s = min(device_seconds / num_devices, step_time_s)
-    return (DeviceLoad(num_devices=num_devices, busy_s=busy_s, gaps_s=(step_time_s - busy_s,)),)
+    events = tuple(
+        Event(device=device, lane="compute", kind="forward", block="all", start_s=0.0, stop_s=busy_s)
+        for device in range(num_devices)
+    )
+    return Timeline(source="predicted", num_devices=num_devices, step_time_s=step_time_s, events=events)

@@ -97,16 +97,16 @@ def test_the_summary_has_a_line_a_model(scaling: ModuleType, sharing: ModuleType
     assert f"{best:.2f}–{best:.2f}" in text
 
 
-def test_loads_fill_the_step(sharing: ModuleType) -> None:
-    """Two devices: one busy twice, one never; a step in steady state is longer than the first."""
-    spans = [(0.0, 1.0), (3.0, 4.0)]
+def test_devices_with_the_same_gaps_are_alike(sharing: ModuleType) -> None:
+    """Of four devices two are busy at the same times, one at others, one never."""
+    spans = {0: [(0.0, 1.0), (3.0, 4.0)], 1: [(0.0, 2.0)], 2: [(0.0, 1.0), (3.0, 4.0)]}
     events = tuple(
-        Event(device=0, lane="compute", kind="forward", block="a", start_s=start, stop_s=stop) for start, stop in spans
+        Event(device=device, lane="compute", kind="forward", block="a", start_s=start, stop_s=stop)
+        for device, own in spans.items()
+        for start, stop in own
     )
-    timeline = Timeline(source="predicted", num_devices=2, step_time_s=5.0, events=events)
-    first, idle = sharing.loads_of(timeline)
-    assert (first.busy_s, first.gaps_s) == (2.0, (3.0,))
-    assert (idle.busy_s, idle.gaps_s) == (0.0, (5.0,))
+    timeline = Timeline(source="predicted", num_devices=4, step_time_s=5.0, events=events)
+    assert sharing.alike_devices(timeline) == {0: 2, 1: 1, 3: 1}
 
 
 def test_rates_that_lack_a_number_are_refused(sharing: ModuleType, tmp_path: Path) -> None:
