@@ -19,12 +19,12 @@ from burstpool.sweeping.runner import InterruptedSweep
 
 JOBS = Path(__file__).with_name("sweep_jobs.py")
 SPACE = {"lr": "log:1e-3..1e0", "momentum": "0.0,0.9", "width": "4,6"}
-OPTIONS = {"search": "asha", "trials": 14, "steps": 90, "first_rung": 10, "array_size": 3, "mode": "rules"}
+OPTIONS = {"search": "asha", "trials": 10, "steps": 54, "first_rung": 6, "array_size": 3, "mode": "rules"}
 PATIENCE_S = 60.0
 
 
 def start(*words: str) -> "subprocess.Popen[str]":
-    environment = os.environ | {"SWEEP_TEST_SLOW": "0.0002", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"SWEEP_TEST_SLOW": "0.0004", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "from burstpool.cli import main; main()", "sweep", *words]
     return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
@@ -49,12 +49,12 @@ def test_a_sweep_that_was_killed_and_interrupted_ends_as_one_that_was_not(tmp_pa
     words = [word for name, axis in SPACE.items() for word in ("--set", f"{name}={axis}")]
     words += [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     killed = start(str(JOBS), *words, "--run-folder", str(broken), "--checkpoint-every", "0")
-    wait_for_steps(killed, broken, 60)
+    wait_for_steps(killed, broken, 20)
     killed.kill()
     killed.communicate()
     before = steps_done(broken)
     interrupted = start("--resume", str(broken), "--checkpoint-every", "0")
-    wait_for_steps(interrupted, broken, before + 50)
+    wait_for_steps(interrupted, broken, before + 20)
     interrupted.send_signal(signal.SIGINT)
     said = interrupted.communicate(timeout=PATIENCE_S)[1]
     assert interrupted.returncode == 130, said

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from burstpool.cli.show import seconds
 from burstpool.errors import RunError
+from burstpool.report.words import runs
 
 if TYPE_CHECKING:
     from burstpool.sweeping.outcome import SweepResult
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 20
 """Of the live table."""
+_MOST_REASONS = 5
 _PLAIN_INTERVAL_S = 5.0
 _ORDER = {"running": 0, "waiting": 1, "done": 2, "paused": 3, "stopped": 4, "failed": 5}
 _SPACE = "Values of a hyper-parameter: name=a,b,c or a range, name=float:0.1..0.9, log:1e-4..1e-1, int:16..64, logint:…"
@@ -157,6 +159,7 @@ def _trials_table(trials: "list[Trial]", steps: int) -> Table:
 
 def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_ROWS, files: bool = True) -> None:
     """The best trials as a table, and where everything is."""
+    from burstpool.sweeping.outcome import apart
     from burstpool.sweeping.trials import described
 
     ranked = sorted(
@@ -176,5 +179,7 @@ def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_RO
         "another (estimated)",
         highlight=False,
     )
+    for trials, reason in apart(result.state)[:_MOST_REASONS]:
+        console.print(f"Trials {runs(trials)} train apart: {reason}", markup=False, highlight=False)
     if files:
         console.print(f"Weights: {result.weights}\nReport: {result.report}", markup=False, highlight=False)

@@ -38,6 +38,8 @@ class SweepContents:
     """One after another, estimated."""
     num_arrays: int
     wall_time_s: float
+    apart: tuple[tuple[tuple[int, ...], str], ...] = ()
+    """Trials that could not be fused with those before, and why."""
     details: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     made_by: str = "Burstpool"

@@ -10,7 +10,7 @@ from burstpool.report.parts import details, document, header, section, tile, war
 from burstpool.report.svg import element, rect, text_of
 from burstpool.report.sweep_contents import SweepContents, TrialCurve
 from burstpool.report.sweep_curves import curves_picture, trial_curves
-from burstpool.report.words import number, seconds
+from burstpool.report.words import number, runs, seconds
 
 _LOOKS = (("best", "best"), ("trial", "trained to the end"), ("short", "stopped early"), ("failed", "failed"))
 
@@ -74,6 +74,7 @@ def _table(contents: SweepContents) -> str:
     ]
     table = element("table", element("thead", element("tr", *(element("th", text_of(h)) for h in heads))), *rows)
     notes = [f"Objective: {contents.objective}, lower is better; the best first among those trained the longest."]
+    notes += [f"In an array of their own: trials {runs(trials)}, because {why}." for trials, why in contents.apart[:20]]
     return section("Trials", element("div", table, class_="wide"), notes=notes, long=True)
 
 

@@ -188,8 +188,11 @@ class SweepFolder:
 
     def add_losses(self, trial: int, step: int, losses: Sequence[float]) -> None:
         """Appends the losses of a trial's steps from `step` on."""
-        with self.losses.open("a", encoding="utf-8") as file:
-            file.write(_line(trial, step, losses))
+        try:
+            with self.losses.open("a", encoding="utf-8") as file:
+                file.write(_line(trial, step, losses))
+        except OSError as error:
+            raise RunError(f"cannot write {self.losses}: {error.strerror}") from None
 
     def cut_losses(self, trials: Sequence[Trial]) -> dict[int, list[float]]:
         """Forgets losses of steps that will be trained again; returns the rest, by trial."""

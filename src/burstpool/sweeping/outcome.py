@@ -57,12 +57,12 @@ def write_outcome(folder: SweepFolder, record: SweepRecord, state: SweepState) -
         raise RunError(f"no trial of {record.job} could be trained{why}")
     weights = folder.weights
     if not weights.is_file():
-        write_weights(folder.load_trial(best)["state"], weights)
         if record.keep_all:
             folder.all_weights.mkdir(exist_ok=True)
             for trial in (trial for trial in state.trials if trial.state == "done"):
                 saved = folder.load_trial(trial)["state"]
                 write_weights(saved, folder.all_weights / f"trial-{trial.number:05d}.safetensors")
+        write_weights(folder.load_trial(best)["state"], weights)  # last: that it is there says that all are
     report = write_whole(folder.report, sweep_page(sweep_contents(folder)))
     return SweepResult(folder=folder.path, record=record, state=state, best=best, weights=weights, report=report)
 
@@ -79,6 +79,7 @@ def in_short(result: SweepResult) -> dict[str, Any]:
         "wall_time_s": result.state.wall_time_s,
         "train_time_s": result.state.train_time_s,
         "num_arrays": result.state.num_arrays,
+        "apart": [{"trials": list(trials), "reason": reason} for trials, reason in apart(result.state)],
         "array_size": result.record.sizing.places,
         "num_samples": result.state.num_samples,
         "samples_per_s": result.samples_per_s,
@@ -86,6 +87,16 @@ def in_short(result: SweepResult) -> dict[str, Any]:
         "weights": str(result.weights),
         "report": str(result.report),
     }
+
+
+def apart(state: SweepState) -> list[tuple[tuple[int, ...], str]]:
+    """Trials of each group that could not be fused with those before, and why."""
+    found = []
+    for group, reason in state.notes.items():
+        trials = tuple(trial.number for trial in state.trials if trial.group == int(group))
+        if trials:
+            found.append((trials, reason))
+    return found
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
@@ -128,6 +139,7 @@ def sweep_contents(folder: SweepFolder) -> SweepContents:
         num_arrays=state.num_arrays,
         wall_time_s=state.wall_time_s,
         details=_details(folder, record),
+        apart=tuple(apart(state)),
         notes=() if state.finished else ("The sweep has not come to its end.",),
         made_by=f"Burstpool {__version__}",
     )

@@ -19,10 +19,11 @@ from burstpool.errors import BurstpoolError, RunError
 from burstpool.fusion.array import Execution
 from burstpool.job import in_words, job_function
 from burstpool.run.folder import new_run_path
+from burstpool.sweeping.floor import Builder, Floor
 from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
 from burstpool.sweeping.objective import HELD_OUT, TRAINING
 from burstpool.sweeping.outcome import SweepResult, write_outcome
-from burstpool.sweeping.runner import Builder, Observer, Runner
+from burstpool.sweeping.runner import Observer, Runner
 from burstpool.sweeping.search import Search, SearchSetting, make_search, number_of_trials
 from burstpool.sweeping.sizing import measure_sizing
 from burstpool.sweeping.space import checked_space
@@ -94,10 +95,9 @@ def sweep(
         versions={"burstpool": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
     record.save(folder.record)
-    runner = Runner(
-        folder, record, builder=builder, search=asked, checkpoint_every_s=checkpoint_every_s, observer=observer
-    )
-    runner.begin_s = begin_s
+    floor = Floor(folder, record, builder)
+    floor.begin_s = begin_s
+    runner = Runner(floor, asked, checkpoint_every_s=checkpoint_every_s, observer=observer)
     return write_outcome(folder, record, runner.run())
 
 
@@ -124,9 +124,8 @@ def _resumed(
         first_rung=record.first_rung,
     )
     search = make_search(record.search, setting)
-    runner = Runner(
-        folder, record, builder=builder, search=search, checkpoint_every_s=checkpoint_every_s, observer=observer
-    )
+    floor = Floor(folder, record, builder)
+    runner = Runner(floor, search, checkpoint_every_s=checkpoint_every_s, observer=observer)
     return write_outcome(folder, record, runner.run())
 
 
