@@ -122,7 +122,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", default=500, type=int)
     parser.add_argument("--search", default="random")
     parser.add_argument("--mode", default="fastest")
-    parser.add_argument("--repeats", default=3, type=int)
+    parser.add_argument("--repeats", default=2, type=int)
     parser.add_argument("--threads", default=1, type=int)
     parser.add_argument("--device", default="cpu")
     return parser.parse_args()

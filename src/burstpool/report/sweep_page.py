@@ -34,12 +34,12 @@ def sweep_page(contents: SweepContents) -> str:
 def _tiles(contents: SweepContents) -> Iterator[str]:
     best = next((trial for trial in contents.trials if trial.number == contents.best), None)
     if best is not None:
-        yield tile("best objective", f"{best.reports[-1][1]:.4g}", f"trial {best.number}: {best.name}")
+        yield tile("best objective", f"{best.reports[-1][1]:.4g}", f"trial {best.number}")
     counts = [f"{sum(t.state == state for t in contents.trials)} {state}" for state in ("done", "stopped", "failed")]
     yield tile("trials", f"{len(contents.trials):,}", ", ".join(c for c in counts if not c.startswith("0 ")))
     if contents.samples_per_s is not None:
         over = contents.samples_per_s / contents.serial_samples_per_s
-        yield tile("samples/s", f"{contents.samples_per_s:,.0f}", f"{over:.1f}× one after another, estimated")
+        yield tile("samples/s", f"{contents.samples_per_s:,.0f}", f"{over:.1f}× one by one (estimate)")
     yield tile("arrays", str(contents.num_arrays), "of trials that can be fused")
     yield tile("time", seconds(contents.wall_time_s), "in all")
 

@@ -13,7 +13,7 @@ from burstpool.report.sweep_contents import SweepContents, TrialCurve
 from burstpool.report.sweep_page import sweep_page
 from burstpool.run.export import write_weights
 from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
-from burstpool.sweeping.trials import Trial, best_trial, described
+from burstpool.sweeping.trials import Trial, best_trial, described, short
 from burstpool.version import __version__
 
 
@@ -119,7 +119,7 @@ def sweep_contents(folder: SweepFolder) -> SweepContents:
         TrialCurve(
             number=trial.number,
             name=described(trial.settings),
-            settings={name: str(value) for name, value in trial.settings.items()},
+            settings={name: short(value) for name, value in trial.settings.items()},
             state=trial.state,
             losses=tuple(losses[: trial.step]),
             reports=tuple((report.step, report.value) for report in trial.reports),

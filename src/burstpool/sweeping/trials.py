@@ -72,8 +72,9 @@ def best_trial(trials: Sequence[Trial]) -> Trial | None:
 
 def described(settings: Mapping[str, Setting]) -> str:
     """`lr=0.03 width=64`."""
-    return " ".join(f"{name}={_short(value)}" for name, value in settings.items())
+    return " ".join(f"{name}={short(value)}" for name, value in settings.items())
 
 
-def _short(value: Setting) -> str:
+def short(value: Setting) -> str:
+    """`0.1547`: as many digits as a person reads."""
     return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
