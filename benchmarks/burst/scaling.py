@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sharing import Sharing, even_timeline
-
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.plan import burst, data
 from burstpool.plan.cost import CostModel
@@ -32,6 +30,7 @@ from burstpool.profiling.profile import Profile
 from burstpool.report.timeline import Timeline
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
+from sharing import Sharing, even_timeline
 
 DEVICES_PER_NODE = 8
 LINKS = {

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from burstpool.report.timeline import Timeline
     from burstpool.run.options import RunOptions
 
-IMPLEMENTATIONS: dict[str, str] = {"cpu": "burstpool.share.cpu:share_on_cpu"}
+IMPLEMENTATIONS: dict[str, str] = {
+    "cpu": "burstpool.share.cpu:share_on_cpu",
+    "cuda": "burstpool.share.cuda:share_on_cuda",
+}
 """Kind of device → `module:function`, loaded when it is asked for."""
 _ENDLESS = 1_000_000_000
 

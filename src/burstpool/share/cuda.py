@@ -1,0 +1,335 @@
+"""Sharing one GPU, from the request to the outcome: sets the jobs up, runs them, keeps what they have learnt.
+
+The foreground's step is captured as CUDA graphs on a stream of high priority; background jobs are cut into short graphs
+on one of low priority (`gpu.py`), or run as a process of their own where they cannot be captured. The process that
+calls this drives the GPU. Plans of several devices are refused: each GPU would need such a process beside its worker.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burstpool.errors import BurstpoolError, CaptureError, RunError, ShareError
+from burstpool.job import Job
+from burstpool.report.timeline import Event, Timeline
+from burstpool.run.checkpoint import held_tensors, save_checkpoint, state_of
+from burstpool.run.export import export_weights
+from burstpool.run.folder import RunFolder, StepLoss
+from burstpool.run.trainer import InterruptedRun, counted_interrupts, prepare
+from burstpool.run.worker import JobSource
+from burstpool.share.announce import StepLog, slowdowns
+from burstpool.share.array_steps import ArrayStep
+from burstpool.share.base import Background, BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest
+from burstpool.share.feeding import Feeder
+from burstpool.share.gpu import (
+    BackgroundWork,
+    Filler,
+    JobAtWork,
+    SharedGpu,
+    alone_in_a_group,
+    start_background,
+    streams,
+)
+from burstpool.share.graph_steps import GraphStep
+from burstpool.share.second_process import SecondProcess
+
+_LOG = logging.getLogger(__name__)
+PIECE_S = 3e-4
+"""Length of a background piece: long enough to be worth a launch, short beside any step worth sharing."""
+_VIEW_S = 0.5
+"""Between two looks of a live view."""
+_RESERVE = 0.1
+"""Share of the GPU's memory that backgrounds leave free."""
+SHARING = "sharing.json"
+"""What each step of the foreground was, in its run folder."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Beside:
+    """A background job and what became of it."""
+
+    wanted: Background
+    filler: Filler | None = None
+    alone_s: float | None = None
+    reason: str = ""
+    """Why it never ran, or runs no more."""
+    steps_before: int = 0
+    """Trained before the foreground's first shared step."""
+    losses: list[list[float]] = field(default_factory=list)
+
+
+def share_on_cuda(request: ShareRequest, *, observer: Callable[[ShareProgress], None] | None = None) -> ShareOutcome:
+    """See `ShareFunction`."""
+    if request.plan.num_devices != 1:
+        raise ShareError("a GPU is shared under a plan of one device; pass --devices 1")
+    if not torch.cuda.is_available():
+        raise RunError("there is no CUDA device here; pass --device cpu")
+    if request.options.autocast == "fp16":
+        raise ShareError("with fp16 the host decides after each step what to do; share with bf16 or without autocast")
+    _, start = prepare(
+        request.foreground,
+        request.plan,
+        steps=request.steps,
+        run_folder=request.run_folder,
+        settings=request.settings,
+        options=request.options,
+        inputs=request.inputs,
+    )
+    with alone_in_a_group() as control, contextlib.ExitStack() as stack:
+        return _Sharing(request, start.folder, control, stack, observer).run()
+
+
+class _Sharing:
+    """One run."""
+
+    def __init__(
+        self,
+        request: ShareRequest,
+        folder: RunFolder,
+        control: dist.ProcessGroup,
+        stack: contextlib.ExitStack,
+        observer: Callable[[ShareProgress], None] | None,
+    ) -> None:
+        self.request, self.folder, self.control, self.stack, self.observer = request, folder, control, stack, observer
+        self.high, self.low = streams(torch.device("cuda", torch.cuda.current_device()))
+        self.backgrounds = [_Beside(wanted=background) for background in request.backgrounds]
+        self._seen_s = 0.0
+
+    def run(self) -> ShareOutcome:
+        """Until the foreground has ended, or was interrupted."""
+        with counted_interrupts() as interrupts:
+            foreground = self._foreground()
+            for beside in self.backgrounds:
+                if not interrupts():
+                    self._start(beside)
+            fillers = [beside.filler for beside in self.backgrounds if beside.filler is not None]
+            gpu = SharedGpu(foreground, fillers, self.request.budget, watch=self._watch)
+            self._begun_s = time.monotonic()
+            gpu.run(self.request.steps - len(foreground.losses), stop=lambda: interrupts() > 0)
+            self._took_s = time.monotonic() - self._begun_s
+        self._keep(foreground)
+        outcome = self._outcome(foreground, gpu)
+        if len(foreground.losses) < self.request.steps:
+            raise InterruptedRun(self.folder.path, len(foreground.losses))
+        return outcome
+
+    def _foreground(self) -> JobAtWork:
+        source = JobSource(source=self.request.foreground, settings=dict(self.request.settings))
+        job = replace(source.load(), batch=self.request.plan.batch)
+        steps = GraphStep(job, stream=self.high, control=self.control, autocast=self._autocast)
+        feeder = Feeder(source, job)
+        self.stack.callback(feeder.close)
+        work = JobAtWork(job.name, steps, feeder)
+        try:
+            work.start(most_steps=self.request.steps)
+        except CaptureError as error:
+            _LOG.warning("the foreground runs without CUDA graphs: %s", error)
+            steps.run_uncaptured()
+        work.read(all_of_them=True)
+        return work
+
+    def _start(self, beside: _Beside) -> None:
+        """Makes a background ready; whatever its code does wrong, it is left out and the reason kept."""
+        try:
+            beside.filler = self._filler(beside)
+        except Exception as error:
+            words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
+            beside.reason = " ".join(words.split())[:300]
+            _LOG.warning("background %s is left out: %s", beside.wanted.name, beside.reason)
+            return
+        self.stack.callback(beside.filler.close)
+
+    def _filler(self, beside: _Beside) -> Filler:
+        wanted = beside.wanted
+        sources = [JobSource(source=wanted.source, settings=dict(settings)) for settings in wanted.settings]
+        jobs = [source.load() for source in sources]
+        steps: GraphStep | ArrayStep
+        try:
+            if len(jobs) > 1:
+                steps = ArrayStep(jobs, stream=self.low, piece_s=PIECE_S, autocast=self._autocast)
+            else:
+                steps = GraphStep(
+                    jobs[0], stream=self.low, control=self.control, piece_s=PIECE_S, autocast=self._autocast
+                )
+            return self._captured(beside, steps, sources[0], jobs[0])
+        except CaptureError as error:
+            if len(jobs) > 1:
+                raise
+            _LOG.warning("background %s runs as a process of its own: %s", wanted.name, error)
+        process = SecondProcess(
+            wanted.name, sources[0], autocast=self._autocast, memory_bytes=self._memory_bytes(wanted)
+        )
+        beside.alone_s, beside.losses, beside.steps_before = process.alone_s, process.losses, process.steps_done
+        return process
+
+    def _captured(self, beside: _Beside, steps: GraphStep | ArrayStep, source: JobSource, job: Job) -> BackgroundWork:
+        feeder = Feeder(source, job, memory_bytes=beside.wanted.memory_bytes or 4 << 30, niceness=10)
+        work = JobAtWork(beside.wanted.name, steps, feeder)
+        try:
+            background = start_background(work, memory_bytes=self._memory_bytes(beside.wanted))
+        except BaseException:
+            feeder.close()
+            raise
+        work.read(all_of_them=True)
+        beside.alone_s, beside.losses, beside.steps_before = steps.alone_s, work.losses, len(work.losses)
+        return background
+
+    def _memory_bytes(self, wanted: Background) -> int:
+        """An equal share of what the foreground leaves, or what was asked for if that is less."""
+        free, total = torch.cuda.mem_get_info()
+        waiting = sum(1 for beside in self.backgrounds if beside.filler is None and not beside.reason)
+        share = int((free - _RESERVE * total) / max(waiting, 1))
+        if share <= 0:
+            raise ShareError("the foreground leaves no memory of the GPU")
+        return min(share, wanted.memory_bytes or share)
+
+    @property
+    def _autocast(self) -> Any:
+        return self.request.options.autocast
+
+    def _watch(self, gpu: SharedGpu) -> None:
+        now_s = time.monotonic()
+        if self.observer is None or now_s - self._seen_s < _VIEW_S or not gpu.measured.step_s:
+            return
+        self._seen_s = now_s
+        recent = gpu.measured.step_s[-30:]
+        mean_s, alone_s = sum(recent) / len(recent), gpu.controller.alone_s
+        trained = sum(background.steps_done for background in gpu.backgrounds)
+        self.observer(
+            ShareProgress(
+                step=len(gpu.foreground.losses),
+                steps=self.request.steps,
+                samples_per_s=self.request.plan.batch / mean_s,
+                slowdown=mean_s / alone_s if alone_s else None,
+                background_steps=trained,
+                background_steps_per_s=trained / max(now_s - self._begun_s, 1e-9),
+            )
+        )
+
+    def _keep(self, foreground: JobAtWork) -> None:
+        """Checkpoints of all jobs, and the foreground's weights."""
+        checkpoint = self._save(foreground, self.folder.checkpoints)
+        if checkpoint is not None:
+            export_weights(checkpoint, self.folder.weights)
+        for index, beside in enumerate(self.backgrounds):
+            if isinstance(beside.filler, BackgroundWork):
+                self._save(beside.filler.work, self.folder.path / "background" / str(index) / "checkpoints")
+
+    def _save(self, work: JobAtWork, folder: Path) -> Path | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(work.steps, ArrayStep):
+            torch.save(work.steps.array.state_dict(), folder / "array.pt")
+            return None
+        assert isinstance(work.steps, GraphStep)
+        executor = work.steps.executor
+        part = executor.part
+        state = state_of(
+            model=part.traced.model,
+            holdings=part.holdings,
+            step=work.steps.step,
+            position=work.feeder.position,
+            seed=work.steps.job.seed,
+            scale=None,
+        )
+        return save_checkpoint(
+            folder,
+            state,
+            tensors=held_tensors(part.traced.model, part.holdings, 0),
+            update=executor.update,
+            control=self.control,
+            keep=self.request.options.keep_checkpoints,
+        )
+
+    def _outcome(self, foreground: JobAtWork, gpu: SharedGpu) -> ShareOutcome:
+        measured = gpu.measured
+        log = StepLog(
+            times_s=measured.step_s,
+            alone=[work_s == 0 for work_s in measured.background_s],
+            overlapped_s=measured.background_s,
+            in_gaps_s=[0.0] * len(measured.step_s),
+        )
+        log.save(self.folder.path / SHARING)
+        losses = [loss for [loss] in foreground.losses]
+        lines = [math.nan] * (len(losses) - len(measured.step_s)) + measured.step_s
+        self.folder.add_losses(
+            StepLoss(step=step, loss=loss, step_time_s=0.0 if math.isnan(time_s) else time_s)
+            for step, (loss, time_s) in enumerate(zip(losses, lines, strict=True))
+        )
+        timeline = _timeline(gpu, self.request.options.timeline_steps)
+        if timeline is not None:
+            timeline.save(self.folder.timeline)
+        return ShareOutcome(
+            folder=self.folder.path,
+            losses=tuple(losses),
+            step_time_s=sum(measured.step_s) / max(len(measured.step_s), 1),
+            backgrounds=tuple(self._background_outcome(beside) for beside in self.backgrounds),
+            timeline=timeline,
+            **slowdowns(log),
+        )
+
+    def _background_outcome(self, beside: _Beside) -> BackgroundOutcome:
+        filler = beside.filler
+        trained = len(beside.losses) - beside.steps_before
+        work_s = filler.done_s if filler is not None else 0.0
+        reason = beside.reason or (filler.ended if filler is not None else "")
+        many = len(beside.wanted.settings) > 1
+        return BackgroundOutcome(
+            name=beside.wanted.name,
+            device=0,
+            steps=trained,
+            kept=work_s / self._took_s if beside.alone_s and self._took_s else None,
+            alone_step_s=beside.alone_s,
+            state="failed" if reason else "ended",
+            reason=reason,
+            restarts=filler.work.feeder.restarts if isinstance(filler, BackgroundWork) else 0,
+            evictions=0,
+            losses=[values if many else values[0] for values in beside.losses],
+        )
+
+
+def _timeline(gpu: SharedGpu, steps: int) -> Timeline | None:
+    """The last steps on the device: the foreground's compute, and the background's pieces."""
+    spans = list(gpu.spans)[-steps:] if steps else []
+    if not spans:
+        return None
+    first = spans[0].begin
+    events: list[Event] = []
+    for number, span in enumerate(spans):
+        events.append(
+            Event(
+                device=0,
+                lane="compute",
+                kind="step",
+                block=gpu.foreground.name,
+                start_s=float(first.elapsed_time(span.begin)) / 1e3,
+                stop_s=float(first.elapsed_time(span.end)) / 1e3,
+                step=number,
+            )
+        )
+        events += [
+            Event(
+                device=0,
+                lane="background",
+                kind="background",
+                block=piece.name,
+                start_s=float(first.elapsed_time(piece.begin)) / 1e3,
+                stop_s=float(first.elapsed_time(piece.end)) / 1e3,
+                step=number,
+            )
+            for piece in span.pieces
+        ]
+    measured = gpu.measured.step_s
+    return Timeline(
+        source="measured",
+        num_devices=1,
+        step_time_s=sum(measured) / len(measured),
+        events=tuple(sorted(events, key=lambda event: event.start_s)),
+    )
