@@ -98,7 +98,9 @@ def _run(end: Connection, lowest: bool) -> None:
         end.send(count / spent_s)
 
 
-def _trained(model: nn.Module, *inputs: torch.Tensor) -> Callable[[], object]:
+def trained(model: nn.Module, *inputs: torch.Tensor) -> Callable[[], object]:
+    """A function that runs forward and backward of a layer."""
+
     def step() -> None:
         output = model(*inputs)
         (output[0] if isinstance(output, tuple) else output).sum().backward()
@@ -106,17 +108,20 @@ def _trained(model: nn.Module, *inputs: torch.Tensor) -> Callable[[], object]:
     return step
 
 
-class _Attention(nn.Module):
-    def __init__(self) -> None:
+class Attention(nn.Module):
+    """Attention of a sequence to itself, with something to train."""
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(32))
+        self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, heads, tokens, width]."""
         return F.scaled_dot_product_attention(x * self.scale, x, x)
 
 
 def _pointwise() -> Callable[[], object]:
-    return _trained(nn.Sequential(nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.1)), torch.randn(16, 32, 16, 16))
+    return trained(nn.Sequential(nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.1)), torch.randn(16, 32, 16, 16))
 
 
 def _optimizer() -> Callable[[], object]:
@@ -138,10 +143,10 @@ def _communication() -> Callable[[], object]:
 
 
 LAYERS: dict[str, Callable[[], Callable[[], object]]] = {
-    "convolution": lambda: _trained(nn.Conv2d(16, 32, 3, padding=1), torch.randn(8, 16, 16, 16)),
-    "linear": lambda: _trained(nn.Linear(256, 256), torch.randn(64, 256)),
-    "attention": lambda: _trained(_Attention(), torch.randn(4, 4, 64, 32)),
-    "recurrent": lambda: _trained(nn.LSTM(64, 64), torch.randn(16, 8, 64)),
+    "convolution": lambda: trained(nn.Conv2d(16, 32, 3, padding=1), torch.randn(8, 16, 16, 16)),
+    "linear": lambda: trained(nn.Linear(256, 256), torch.randn(64, 256)),
+    "attention": lambda: trained(Attention(32), torch.randn(4, 4, 64, 32)),
+    "recurrent": lambda: trained(nn.LSTM(64, 64), torch.randn(16, 8, 64)),
     "pointwise": _pointwise,
     "optimizer": _optimizer,
     COMMUNICATION: _communication,
