@@ -58,9 +58,9 @@ def test_convolution_gives_each_member_its_own(name: str) -> None:
     make, dims = CONVOLUTIONS[name]
     # The second convolution's input is each member's own.
     model = lambda seed: nn.Sequential(make(), nn.Tanh(), Resized(4, 6), make())  # noqa: E731
-    array = assert_same_step(model, image(4, 6, dims), lowerings=("", "channels_last", "loop", "matmul"))
+    array = assert_same_step(model, image(4, 6, dims), lowerings=("", "channels_last", "loop", "product", "grouped"))
     others = {name for step in array.mode.plan(frozenset()).steps for name in step.lowered.others}
-    assert ("matmul" in others) == ("point" in name)
+    assert ("product" in others) == ("point" in name)
     assert ("channels_last" in others) == (dims > 1)
 
 

@@ -25,9 +25,10 @@ from burstpool.fusion.clip import clip_grad_norm
 from burstpool.fusion.explain import Explanation, explain
 from burstpool.fusion.inputs import model_arguments, named_inputs, stacked_inputs
 from burstpool.fusion.loss import member_losses
-from burstpool.fusion.lowering import choose_lowerings
+from burstpool.fusion.lowering import ONE_BY_ONE, choose_lowerings
 from burstpool.fusion.modes import Example, Mode
 from burstpool.fusion.optim import ArrayOptimizer, make_optimizer
+from burstpool.fusion.plan import Plan
 from burstpool.fusion.rules import Run
 from burstpool.fusion.scaler import LossScaler
 from burstpool.fusion.schedulers import ArrayScheduler
@@ -113,6 +114,8 @@ class FusedArray:
         self.schedulers: list[ArrayScheduler] = []
         self.scalers: list[LossScaler] = []
         self._compiled: dict[str, Any] | None = None
+        self.recording = False
+        """Whether a step is being recorded: lowerings are then compared as recorded ones."""
         self.jobs: list[Job] = []
         """What the members were made of, where the array was made from jobs."""
 
@@ -168,8 +171,9 @@ class FusedArray:
         run = Run(members=len(self), streams=self.streams)
         values = mode.values(self.state.tensors, self.state.aliases, named)
         plan = self._plan(mode, batched, named, values)
-        if plan is None:
-            leaves = run_serially(mode, run, values, batched)
+        if plan is None or plan.choice in ONE_BY_ONE:
+            concurrent = plan is not None and plan.choice == ONE_BY_ONE[1]
+            leaves = run_serially(mode, run, values, batched, concurrent=concurrent)
         else:
             plan.compiled = self._compiled
             results = plan(run, [values[node.name] for node in plan.placeholders])
@@ -359,7 +363,9 @@ class FusedArray:
     def _module_in_mode(self, index: int) -> nn.Module:
         return _in_mode(self.state.module(index), self.training)
 
-    def _plan(self, mode: Mode, batched: frozenset[str], named: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    def _plan(
+        self, mode: Mode, batched: frozenset[str], named: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> Plan | None:
         """The plan to run, None for one member after another."""
         if self._mode_name == "serial":
             return None

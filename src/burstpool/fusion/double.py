@@ -49,6 +49,7 @@ def _copy(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     new: dict[fx.Node, fx.Node] = {}
     for node in old.nodes:
         made = graph.node_copy(node, lambda source: new[source])
+        made.name = node.name  # copying gives another one to `input`, which is also a function of Python's
         made.args = map_aggregate(made.args, lambda a: doubled(a) if isinstance(a, torch.dtype) else a)
         made.kwargs = map_aggregate(made.kwargs, lambda a: doubled(a) if isinstance(a, torch.dtype) else a)
         if "val" in made.meta:

@@ -10,7 +10,6 @@ misleads it: so the whole is compared with the rules' own choices, and the faste
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +21,18 @@ from burstpool.fusion.modes import Mode
 from burstpool.fusion.plan import Plan, Step
 from burstpool.fusion.rules import Run
 from burstpool.fusion.serial import run_serially, tensors_of
+from burstpool.fusion.timing import timed, timed_recorded
 from burstpool.model.capture import batch_of
 
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
 
-_REPEATS = 5
 _SERIAL = "serial"
 _FUSED = "fused"
 _RULES = "rules"
+_STREAMS = "streams"
+ONE_BY_ONE = (_SERIAL, _STREAMS)
+"""Choices that do not fuse: one member after another, or members side by side on streams."""
 
 
 def cache_file(device: torch.device) -> Path:
@@ -82,16 +84,19 @@ def choose_lowerings(
     values: Mapping[str, Any],
     *,
     serial: bool,
-) -> Plan | None:
-    """The plan with measured lowerings; None where one member after another is faster."""
+) -> Plan:
+    """The plan with measured lowerings; its `choice` is in ONE_BY_ONE where that is faster."""
     samples = batch_of(tuple(v[0] if n in batched else v for n, v in named.items() if isinstance(v, Tensor)), {})
-    key = (samples, len(array), torch.is_grad_enabled(), torch.is_autocast_enabled(array.device.type))
+    autocast = torch.is_autocast_enabled(array.device.type)
+    key = (samples, len(array), torch.is_grad_enabled(), autocast, array.recording)
     plan = mode.plan(batched, key)
     if plan.choice is None:
+        if array.device.type == "cuda":
+            plan.merge()
         choices = Choices(array.device)
         _Tuner(array, mode, plan, choices).tune(batched, values, serial=serial)
         choices.save()
-    return None if plan.choice == _SERIAL else plan
+    return plan
 
 
 class _Tuner:
@@ -130,7 +135,12 @@ class _Tuner:
     def _setting(self) -> str:
         kind = self.array.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return f"M={len(self.array)} autocast={autocast}"
+        return f"M={len(self.array)} autocast={autocast}{' recorded' if self.array.recording else ''}"
+
+    def _timed(self, function: Callable[[], None], run: Run) -> float:
+        if not self.array.recording:
+            return timed(function, self.array.device)
+        return timed_recorded(function, self.array.device, run.streams.generators)
 
     def _measure(self, kernel: Callable[..., Any], arguments: list[Any]) -> Callable[[], float]:
         def once() -> None:
@@ -138,7 +148,7 @@ class _Tuner:
             _backward(kernel(run, *fresh))
 
         run = self.run()
-        return lambda: _timed(once, self.array.device)
+        return lambda: self._timed(once, run)
 
     def _whole(
         self,
@@ -150,24 +160,26 @@ class _Tuner:
         serial: bool,
     ) -> str:
         """The fastest as a whole: each operator's best, the rules' own choices, or one member after another."""
-        chosen, device = [step.chosen for step in steps], self.array.device
+        chosen, run = [step.chosen for step in steps], self.run()
 
         def fused() -> None:
-            _backward(self.plan(self.run(), [_leaf(value) for value in inputs]))
+            _backward(self.plan(run, [_leaf(value) for value in inputs]))
 
-        def one_by_one() -> None:
+        def one_by_one(concurrent: bool) -> None:
             leaves = {name: _leaf(value) for name, value in copies.items()}
-            _backward(run_serially(self.mode, self.run(), leaves, batched))
+            _backward(run_serially(self.mode, run, leaves, batched, concurrent=concurrent))
 
-        def timed(names: Sequence[str]) -> float:
+        def timed_with(names: Sequence[str]) -> float:
             self._use(steps, names)
-            return _timed(fused, device)
+            return self._timed(fused, run)
 
-        candidates = {_FUSED: lambda: timed(chosen)}
+        candidates = {_FUSED: lambda: timed_with(chosen)}
         if any(chosen):
-            candidates[_RULES] = lambda: timed([""] * len(steps))
+            candidates[_RULES] = lambda: timed_with([""] * len(steps))
         if serial:
-            candidates[_SERIAL] = lambda: _timed(one_by_one, device)
+            candidates[_SERIAL] = lambda: self._timed(lambda: one_by_one(False), run)
+        if serial and self.array.recording:
+            candidates[_STREAMS] = lambda: self._timed(lambda: one_by_one(True), run)
         if len(candidates) == 1:
             return _FUSED
         text = "\n".join(f"{operator.text} {dict(operator.numbers)}" for operator in self.mode.operators[0])
@@ -194,25 +206,6 @@ def _backward(result: Any) -> None:
     tensors = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     if tensors:
         torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
-
-
-def _timed(function: Callable[[], None], device: torch.device) -> float:
-    """Seconds, the smallest of a few: what else the machine does only ever adds."""
-    with torch.enable_grad():
-        function()
-        times = []
-        for _ in range(_REPEATS):
-            _wait(device)
-            start = time.perf_counter()
-            function()
-            _wait(device)
-            times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _described(value: Any) -> str:

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from burstpool.errors import FusionError
+from burstpool.fusion import kernels
 from burstpool.fusion.apply import apply_at_once, apply_in_chunks
 from burstpool.fusion.options import Factory, flags, for_member, load_numbers, numbers, proxy
 from burstpool.fusion.updates import UPDATES, Bucket, Update
 
 _EXACT = ("lr", "beta1", "beta2", "lr_decay")
 """Numbers that are also kept in double precision, where torch computes with Python's."""
+_LARGE = 4096
+"""Elements of a member's parameter from which it has a launch of its own, where there is a kernel."""
 
 
 class ArrayOptimizer(Protocol):
@@ -163,14 +166,28 @@ class FusedOptimizer:
                 parameter.grad.detach_().zero_()
 
     def _update(self, bucket: Bucket, mask_M: Tensor, *, keep: bool) -> None:
-        before = {name: slot.clone() for name, slot in bucket.slots.items()} if keep else {}
         bucket.step_M.add_(mask_M)
         # Reading the mask is free on a CPU; on a GPU it would stall every step.
         masked = mask_M.device.type != "cpu" or not bool(mask_M.all())
+        if self._has_kernel(bucket.keys[0]):
+            from burstpool.fusion.kernels import update
+
+            update.apply(type(self.proxies[0]), bucket, self.parameters, mask_M)
+            return
         apply = apply_in_chunks if mask_M.device.type == "cpu" else apply_at_once
+        before = {name: slot.clone() for name, slot in bucket.slots.items()} if keep else {}
         apply(self.update.formula, bucket, self.parameters, mask_M if masked else None)
         for name, old in before.items():
             bucket.slots[name].copy_(torch.where(mask_M.unsqueeze(1), bucket.slots[name], old))
+
+    def _has_kernel(self, key: str) -> bool:
+        """Whether one kernel updates the parameter: those so large that reading them takes longer than a launch."""
+        parameter = self.parameters[key]
+        if parameter[0].numel() < _LARGE or parameter.dtype is not torch.float32 or not kernels.usable(parameter):
+            return False
+        from burstpool.fusion.kernels import update
+
+        return update.knows(type(self.proxies[0]))
 
     def fresh(self, bucket: Bucket, name: str) -> Tensor:
         """A slot before any step."""
@@ -193,8 +210,9 @@ class FusedOptimizer:
     def _add_buckets(self, keys: set[str]) -> None:
         for group, described in enumerate(self.settings.groups):
             mine = [key for key in described["keys"] if key in keys]
-            for dtype in dict.fromkeys(self.parameters[key].dtype for key in mine):
-                same = [key for key in mine if self.parameters[key].dtype is dtype]
+            kinds = {key: (self.parameters[key].dtype, self._has_kernel(key)) for key in mine}
+            for kind in dict.fromkeys(kinds.values()):
+                same = [key for key in mine if kinds[key] == kind]
                 step_M = torch.zeros(len(self.active), dtype=torch.float64, device=self.active.device)
                 bucket = Bucket(same, group, {}, {}, step_M, {})
                 self._fill(bucket)

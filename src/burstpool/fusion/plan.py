@@ -64,6 +64,7 @@ class Plan:
         numbers: Mapping[str, Mapping[str, PerMember]],
         prefix: str = "",
     ) -> None:
+        """`batched` says of each placeholder whether it has the member dimension."""
         self.graph, self.root, self.numbers, self.prefix = graph, root, numbers, prefix
         self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         order = {node: index for index, node in enumerate(graph.nodes)}
@@ -92,6 +93,14 @@ class Plan:
             made = self._compile()
             self._run = made if self.compiled is None else torch.compile(made, **self.compiled)
         return self._run(run, *values)
+
+    def merge(self) -> None:
+        """Joins chains of operators that one kernel can do."""
+        from burstpool.fusion.merge import merged
+
+        outputs = nodes_in(self.graph.output_node().args[0])
+        self.steps = merged(self.steps, outputs, self._anchored | self._promoted)
+        self._run = None
 
     def recompile(self) -> None:
         """Takes up a change of lowerings."""

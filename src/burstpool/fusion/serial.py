@@ -13,17 +13,37 @@ from torch.fx.node import map_aggregate
 from burstpool.fusion.modes import Mode
 from burstpool.fusion.plan import _REGIONS, _filled, _setting
 from burstpool.fusion.rules import PerMember, Run, bind
+from burstpool.fusion.rules.concurrent import side_by_side
 from burstpool.fusion.rules.fallback import joined
 
 Numbers = Mapping[str, Mapping[str, PerMember]]
 Visit = Callable[[str, fx.Node, Any], Any]
 
 
-def run_serially(mode: Mode, run: Run, values: Mapping[str, Any], batched: frozenset[str]) -> list[Any]:
-    """The model's flattened results [M, …], members run one by one."""
+def run_serially(
+    mode: Mode, run: Run, values: Mapping[str, Any], batched: frozenset[str], *, concurrent: bool = False
+) -> list[Any]:
+    """The model's flattened results [M, …], members run one by one, or side by side on a GPU's streams."""
     rows = member_values(mode, run.members, values, batched)
-    results = [run.streams.drawing(i, lambda i=i, row=row: alone(mode, i, row)) for i, row in enumerate(rows)]  # type: ignore[misc]
-    return joined(results)  # type: ignore[no-any-return]
+    # A member's stream takes the place of torch's own only where numbers are drawn: a recording allows no change of it.
+    draws = _draws(mode)
+    work = [lambda i=i, row=row: alone(mode, i, row) for i, row in enumerate(rows)]  # type: ignore[misc]
+    if draws:
+        work = [lambda i=i, one=one: run.streams.drawing(i, one) for i, one in enumerate(work)]  # type: ignore[misc]
+    if concurrent and not draws:
+        return joined(side_by_side(work, run.streams.device))  # type: ignore[no-any-return]
+    return joined([one() for one in work])  # type: ignore[no-any-return]
+
+
+def _draws(mode: Mode) -> bool:
+    """Whether any operator draws random numbers."""
+    graphs = [mode.capture.graph, *(m.graph for m in mode.capture.root.children() if isinstance(m, fx.GraphModule))]
+    return any(
+        torch.Tag.nondeterministic_seeded in node.target.tags
+        for graph in graphs
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    )
 
 
 def member_values(mode: Mode, members: int, values: Mapping[str, Any], batched: frozenset[str]) -> list[dict[str, Any]]:

@@ -80,6 +80,14 @@ class RecordedStep:
     def _record(self) -> None:
         if not isinstance(self.optimizer, FusedOptimizer):
             raise FusionError(f"{type(self.optimizer.proxies[0]).__name__} has no formula here and cannot be recorded")
+        before = torch.backends.cudnn.benchmark
+        self.array.recording, torch.backends.cudnn.benchmark = True, True  # shapes stay: cuDNN may choose by trying
+        try:
+            self._warm_up_and_capture()
+        finally:
+            self.array.recording, torch.backends.cudnn.benchmark = False, before
+
+    def _warm_up_and_capture(self) -> None:
         saved = self.array.state_dict()
         inputs, targets = self._static
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

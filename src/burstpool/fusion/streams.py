@@ -49,6 +49,13 @@ class Streams:
         copy.restore(self.states())
         return copy
 
+    def drawn(self, count: int) -> torch.Tensor:
+        """[M, count] random integers, each row of its member's stream."""
+        rows = torch.empty(len(self.generators), count, dtype=torch.int64, device=self.device)
+        for row, generator in zip(rows.unbind(0), self.generators, strict=True):
+            row.random_(generator=generator)
+        return rows
+
     def drawing(self, member: int, function: Callable[[], Any]) -> Any:
         """The function's result with the member's stream in the place of torch's own."""
         default = _default_generator(self.device)

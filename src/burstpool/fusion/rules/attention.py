@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, padded, with_members
-from burstpool.fusion.rules.dropout import scaled_mask
+from burstpool.fusion.rules.dropout import dropped
 
 aten = torch.ops.aten
 
@@ -70,8 +70,10 @@ def _written_out(
     scores = torch.matmul(q * factor, (k * factor).transpose(-2, -1))
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = aten._safe_softmax(scores, -1)
-    return torch.matmul(weights * scaled_mask(run, weights.shape[1:], p, weights), v)
+    # Autocast does not know the operator but what it is made of: its backward would meet two types.
+    with torch.autocast(q.device.type, enabled=False):
+        weights = aten._safe_softmax(scores, -1)
+    return torch.matmul(dropped(run, weights, p), v)
 
 
 RULES: dict[Callable[..., Any], Rule] = {aten.scaled_dot_product_attention: _attention}

@@ -18,6 +18,9 @@ from torch import fx
 
 from burstpool.fusion.streams import Streams
 
+_SEEDS_AT_ONCE = 32
+"""Starting an operator for each member is dear; a model's forward pass asks for a few seeds."""
+
 Way = Literal["rule", "vmap", "loop", "shared"]
 
 
@@ -45,6 +48,13 @@ class Run:
     """M, the number of members."""
     streams: Streams
     """Each member's random numbers."""
+    _seeds: list[torch.Tensor] = field(default_factory=list)
+
+    def seeds(self) -> torch.Tensor:
+        """[M]: one number of each member's stream, for a kernel that draws on from there. Drawn in blocks."""
+        if not self._seeds:
+            self._seeds = list(self.streams.drawn(_SEEDS_AT_ONCE).unbind(1))
+        return self._seeds.pop()
 
 
 Kernel = Callable[..., Any]

@@ -1,13 +1,15 @@
 """Convolutions, 1 to 3 dimensions and transposed: members become groups.
 
-Four lowerings, none of which wins everywhere (see docs/fusion.md): `grouped` on [N, M·C, …]; the same with channels
-last in memory; a `loop` over members; and a batched `matmul` for kernels of one point. Members that share their
-input need no groups at all: one convolution with M times the filters.
+Lowerings, none of which wins everywhere (see docs/fusion.md): `grouped` on [N, M·C, …]; the same with channels last
+in memory; a `loop` over members, on a GPU also on several `streams`; and a batched `product` where the convolution is
+one (products.py). Taps that only ever see padding are left out first (window.py). Members that share their input
+need no groups at all: one convolution with M times the filters.
 
 Shapes: M = members, N = samples, C = channels, O = output channels, … = space.
 """
 # ruff: noqa: N803, N806 -- shape suffixes are capitals
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,10 @@ import torch
 from torch import Tensor
 
 from burstpool.fusion.rules.base import Call, Kernel, Lowered, Rule, Run, with_members
+from burstpool.fusion.rules.concurrent import side_by_side
 from burstpool.fusion.rules.layout import channels_folded, channels_unfolded
+from burstpool.fusion.rules.products import autocast_dtype, covering_product, point_product, spreading_product
+from burstpool.fusion.rules.window import Window, window
 
 aten = torch.ops.aten
 
@@ -49,29 +54,78 @@ def _rule(call: Call) -> Lowered | None:
     convolution = _Convolution(call.op, names.index("groups") - 3, transposed)
     if not call.is_batched(weight):
         return Lowered(kernel=_one_weight(convolution), why="all members use one weight: folded into samples")
-    if not call.is_batched(x) and call["groups"] == 1 and not transposed:
-        last = {"channels_last": _shared(convolution, _LAST[rank])} if rank in _LAST else {}
+    batched = call.is_batched(x)
+    if transposed:
+        return _lowered_transposed(call, convolution, batched)
+    device, geometry = call.tensor(x).device.type, window(call)
+    ways = _ways(convolution, batched, rank, device)
+    why = "members as groups of one convolution"
+    if not batched and call["groups"] == 1:
+        ways = {"": _shared(convolution, None)}
+        ways |= {"channels_last": _shared(convolution, _LAST[rank])} if rank in _LAST else {}
         why = "members share the input: one convolution, M times the filters"
-        return Lowered(kernel=_shared(convolution, None), why=why, others=last)
-    grouped = _grouped(convolution, call.is_batched(x), None)
-    others: dict[str, Kernel] = {"loop": _loop(convolution, call.is_batched(x))}
+    if geometry is not None and not geometry.whole:
+        ways = {name: _cropped(kernel, geometry, names.index("padding") - 3) for name, kernel in ways.items()}
+        why += "; taps that only see padding left out"
+    if geometry is None or call["groups"] != 1:
+        return Lowered(kernel=ways.pop(""), why=why, others=ways)
+    if geometry.is_covering and batched:
+        ways = {"": covering_product(geometry, batched), "grouped": ways.pop(""), **ways}
+        why = "the kernel covers the map: one batched product"
+    elif geometry.is_point:
+        product = point_product(geometry, batched)
+        # One dimension of space has no format with channels last; on a GPU the product keeps them so all the same.
+        first = device == "cuda" and rank == 3
+        ways = {"": product, "grouped": ways.pop(""), **ways} if first else {**ways, "product": product}
+    return Lowered(kernel=ways.pop(""), why=why, others=ways)
+
+
+def _lowered_transposed(call: Call, convolution: _Convolution, batched: bool) -> Lowered:
+    x, weight = (call.tensor(name) for name in list(call.arguments)[:2])
+    ways = _ways(convolution, batched, weight.dim(), x.device.type)
+    plain = all(v in (0, 1) for name in ("padding", "output_padding", "dilation") for v in call[name])
+    plain = plain and not any((*call["padding"], *call["output_padding"])) and call["groups"] == 1
+    if plain and all(size == 1 for size in x.shape[2:]):
+        ways = {"": spreading_product(batched), "grouped": ways.pop(""), **ways}
+        return Lowered(kernel=ways.pop(""), why="maps of one point: one batched product", others=ways)
+    return Lowered(kernel=ways.pop(""), why="members as groups of one convolution", others=ways)
+
+
+def _ways(convolution: _Convolution, batched: bool, rank: int, device: str) -> dict[str, Kernel]:
+    """The general lowerings; the first is the rule's own choice."""
+    ways: dict[str, Kernel] = {"": _grouped(convolution, batched, None), "loop": _loop(convolution, batched, None)}
     if rank in _LAST:
-        others["channels_last"] = _grouped(convolution, call.is_batched(x), _LAST[rank])
-    if _is_point(call, convolution):
-        others["matmul"] = _pointwise(call.is_batched(x))
-    return Lowered(kernel=grouped, why="members as groups of one convolution", others=others)
+        ways["channels_last"] = _grouped(convolution, batched, _LAST[rank])
+    if device == "cuda" and rank in _LAST:
+        ways["streams"] = _loop(convolution, batched, _LAST[rank])
+    return ways
 
 
-def _is_point(call: Call, convolution: _Convolution) -> bool:
-    weight = call.tensor(list(call.arguments)[1])
-    plain = all(_all(call[name], 1) for name in ("stride", "dilation")) and _all(call["padding"], 0)
-    return not convolution.transposed and call["groups"] == 1 and plain and all(k == 1 for k in weight.shape[2:])
+def _cropped(kernel: Kernel, geometry: Window, padding_at: int) -> Kernel:
+    def cropped(run: Run, x: Tensor, w_MOC: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
+        options = (*rest[:padding_at], list(geometry.padding), *rest[padding_at + 1 :])
+        return kernel(run, x, geometry.cropped(w_MOC), b_MO, *options)  # type: ignore[no-any-return]
+
+    return cropped
 
 
-def _all(value: Any, wanted: int) -> bool:
-    return isinstance(value, list | tuple | int) and all(
-        v == wanted for v in ([value] if isinstance(value, int) else value)
-    )
+class _Laid(torch.autograd.Function):
+    """A weight's type and layout changed at once, and its gradient's back: one pass instead of two."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
+        ctx.like = weight.dtype
+        return weight.to(dtype, memory_format=memory_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].to(ctx.like, memory_format=torch.contiguous_format), None, None
+
+
+def _laid(x: Tensor, weight: Tensor, memory_format: torch.memory_format) -> tuple[Tensor, Tensor]:
+    """Input and weight as the convolution is to find them."""
+    x = x.contiguous(memory_format=memory_format)
+    return x, _Laid.apply(weight, autocast_dtype(weight), memory_format)  # type: ignore[no-untyped-call]
 
 
 def _one_weight(convolution: _Convolution) -> Kernel:
@@ -86,7 +140,7 @@ def _shared(convolution: _Convolution, memory_format: torch.memory_format | None
     def kernel(run: Run, x_NC: Tensor, w_MOC: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
         weight, bias = w_MOC.flatten(0, 1), None if b_MO is None else b_MO.flatten()
         if memory_format is not None:
-            x_NC, weight = (t.contiguous(memory_format=memory_format) for t in (x_NC, weight))
+            x_NC, weight = _laid(x_NC, weight, memory_format)
         return channels_unfolded(convolution.op(x_NC, weight, bias, *rest), run.members)
 
     return kernel
@@ -97,32 +151,27 @@ def _grouped(convolution: _Convolution, batched: bool, memory_format: torch.memo
         x_NC = channels_folded(x if batched else with_members(x, run.members))
         weight, bias = w_MOC.flatten(0, 1), None if b_MO is None else b_MO.flatten()
         if memory_format is not None:
-            x_NC = x_NC.contiguous(memory_format=memory_format)
-            weight = weight.contiguous(memory_format=memory_format)
+            x_NC, weight = _laid(x_NC, weight, memory_format)
         groups = rest[convolution.groups_at] * run.members
         return channels_unfolded(convolution.call(x_NC, weight, bias, rest, groups), run.members)
 
     return kernel
 
 
-def _loop(convolution: _Convolution, batched: bool) -> Kernel:
+def _loop(convolution: _Convolution, batched: bool, memory_format: torch.memory_format | None) -> Kernel:
+    """Member by member; with a memory format also on several streams."""
+
+    def laid_out(x: Tensor, weight: Tensor, bias: Tensor | None, rest: tuple[Any, ...]) -> Tensor:
+        assert memory_format is not None
+        return convolution.op(*_laid(x, weight, memory_format), bias, *rest)
+
     def kernel(run: Run, x: Tensor, w_MOC: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
         inputs = x.unbind(0) if batched else [x] * run.members
         biases = [None] * run.members if b_MO is None else b_MO.unbind(0)
-        parts = zip(inputs, w_MOC.unbind(0), biases, strict=True)
-        return torch.stack([convolution.op(one, weight, bias, *rest) for one, weight, bias in parts])
-
-    return kernel
-
-
-def _pointwise(batched: bool) -> Kernel:
-    def kernel(run: Run, x: Tensor, w_MOC: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
-        x_MNC = x if batched else with_members(x, run.members)
-        members, samples, channels, *space = x_MNC.shape
-        x_MPC = x_MNC.movedim(2, -1).reshape(members, -1, channels)
-        w_MCO = w_MOC.flatten(2).squeeze(2).transpose(1, 2) if w_MOC.dim() > 3 else w_MOC.squeeze(-1).transpose(1, 2)
-        y_MPO = torch.bmm(x_MPC, w_MCO) if b_MO is None else torch.baddbmm(b_MO.unsqueeze(1), x_MPC, w_MCO)
-        return y_MPO.view(members, samples, *space, -1).movedim(-1, 2)
+        rows = list(zip(inputs, w_MOC.unbind(0), biases, strict=True))
+        if memory_format is None:
+            return torch.stack([convolution.op(*row, *rest) for row in rows])
+        return torch.stack(side_by_side([functools.partial(laid_out, *row, rest) for row in rows], x.device))
 
     return kernel
 

@@ -42,7 +42,39 @@ def _one_dim(call: Call) -> Lowered | None:
         return _reduce_all(call)
     if call.op.overloadpacket in (aten.index_select, aten.index_add, aten.index_add_):
         return None if call.is_batched("index") or not call.is_batched("self") else _shift(call, names)
+    if call.op is aten.max.dim and call.is_batched("self"):
+        return _laid_max(call)
     return _shift(call, names)
+
+
+class _LaidMax(torch.autograd.Function):
+    """`max` along a dimension whose gradient lies in memory as its input does; torch's is always contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = torch.max(x, dim, keepdim)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.x = x.shape, x.stride(), x.dtype, dim, keepdim
+        return values, indices
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        shape, stride, dtype, dim, keepdim = ctx.x
+        (indices,) = ctx.saved_tensors
+        g = grads[0] if keepdim else grads[0].unsqueeze(dim)
+        gradient = torch.empty_strided(shape, stride, dtype=dtype, device=g.device).zero_()
+        return gradient.scatter_(dim, indices if keepdim else indices.unsqueeze(dim), g), None, None
+
+
+def _laid_max(call: Call) -> Lowered:
+    def kernel(run: Run, x: torch.Tensor, dim: int, keepdim: bool) -> Any:
+        dim = shifted(dim) % x.dim()
+        if x.is_contiguous() or not x.is_cuda or 0 in x.stride():
+            return aten.max.dim(x, dim, keepdim)
+        return _LaidMax.apply(x, dim, keepdim)  # type: ignore[no-untyped-call]
+
+    return Lowered(kernel=kernel, why="dimension shifted")
 
 
 def _shift(call: Call, names: list[str]) -> Lowered:

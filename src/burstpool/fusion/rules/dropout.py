@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burstpool.fusion import kernels
 from burstpool.fusion.rules.base import Call, Lowered, PerMember, Rule, Run, column
 
 aten = torch.ops.aten
@@ -51,6 +52,15 @@ def scaled_mask(run: Run, shape: Sequence[int], p: Any, like: Tensor, order: Seq
     return mask.div_(1 - p) if 0 < p < 1 else mask
 
 
+def dropped(run: Run, x: Tensor, p: Any, order: Sequence[int] | None = None) -> Tensor:
+    """[M, …] with each member's own mask: in one kernel on a GPU, where torch's own numbers cannot be had anyway."""
+    if not kernels.usable(x):
+        return x * scaled_mask(run, x.shape[1:], p, x, order)
+    from burstpool.fusion.kernels.dropout import dropout
+
+    return dropout(x, run.seeds(), column(tuple(probabilities(p, run.members)), torch.float32, x.device))
+
+
 def _is_off(p: Any) -> bool:
     return not isinstance(p, PerMember) and p == 0
 
@@ -73,6 +83,8 @@ def _dropout(call: Call) -> Lowered | None:
         return None
 
     def kernel(run: Run, x: Tensor, p: Any, train: bool) -> Tensor:
+        if batched and not by_feature and not in_place:
+            return dropped(run, x, p, order)
         shape = x.shape[1:] if batched else x.shape
         mask = scaled_mask(run, (*shape[:2], *[1] * (rank - 2)) if by_feature else shape, p, x, order)
         return x.mul_(mask) if in_place else x * mask

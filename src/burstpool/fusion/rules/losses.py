@@ -11,31 +11,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from burstpool.fusion import kernels
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, caller, expander
 
 aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2
 """torch's numbers for a loss's `reduction`."""
+_MANY_CLASSES = 128
+"""From here on, reading the logits is what a loss costs."""
 
 
 def cross_entropy(x_MNC: Tensor, target: Tensor, ignore_index: int, smoothing: float, reduction: int) -> Tensor:
     """Of class indices, [M] or [M, N, …]; `target` is shared [N, …] or each member's own [M, N, …]."""
     members = x_MNC.shape[0]
     own = target if target.dim() == x_MNC.dim() - 1 else target.unsqueeze(0).expand(members, *target.shape)
-    each = F.cross_entropy(
-        x_MNC.flatten(0, 1),
-        own.flatten(0, 1),
-        ignore_index=ignore_index,
-        label_smoothing=smoothing,
-        reduction="none",
-    )
+    each = _each(x_MNC.flatten(0, 1), own.flatten(0, 1), ignore_index, smoothing)
     if reduction == NONE:
         return each.view(own.shape)
     total_M = each.view(members, -1).sum(1)
     if reduction == SUM:
         return total_M
     return total_M / (own != ignore_index).view(members, -1).sum(1)
+
+
+def _each(x_RC: Tensor, target_R: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+    """Each sample's loss."""
+    if x_RC.dim() == 2 and x_RC.shape[1] >= _MANY_CLASSES and kernels.usable(x_RC) and target_R.dtype is torch.int64:
+        from burstpool.fusion.kernels.entropy import cross_entropy as in_one
+
+        return in_one(x_RC, target_R, ignore_index, smoothing)
+    return F.cross_entropy(x_RC, target_R, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none")
 
 
 def _cross_entropy(call: Call) -> Lowered | None:

@@ -72,7 +72,11 @@ def _bmm(call: Call) -> Lowered | None:
     def kernel(run: Run, a: Tensor, b: Tensor) -> Tensor:
         a = a if left else with_members(a, run.members)
         b = b if right else with_members(b, run.members)
-        y = torch.bmm(a.flatten(0, 1), b.flatten(0, 1))
+        a, b = a.flatten(0, 1), b.flatten(0, 1)
+        if b.stride(1) == 1 and b.stride(2) != 1:  # rows innermost, as a pointwise product leaves channels: stay so
+            y = torch.bmm(b.transpose(1, 2), a.transpose(1, 2))
+            return y.view(run.members, -1, *y.shape[1:]).transpose(2, 3)
+        y = torch.bmm(a, b)
         return y.view(run.members, -1, *y.shape[1:])
 
     return Lowered(kernel=kernel, why="members folded into the product's batch")

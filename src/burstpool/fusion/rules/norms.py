@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, with_members
+from burstpool.fusion import kernels
+from burstpool.fusion.rules.base import Call, Kernel, Lowered, Rule, Run, with_members
 from burstpool.fusion.rules.layout import channels_folded, channels_unfolded, per_channel
 
 aten = torch.ops.aten
@@ -30,8 +31,46 @@ def _folded_norm(call: Call) -> Lowered | None:
         flat = [None if t is None else t.view(-1) for t in rest[:4]]
         return channels_unfolded(op(x_NC, *flat, *rest[4:]), run.members)
 
-    others = {"formula": _batch_norm_formula} if _has_formula(call) else {}
+    others: dict[str, Kernel] = {}
+    if _has_formula(call):
+        others["formula"] = _batch_norm_formula
+        if call.tensor("input").device.type == "cuda":
+            others["kernel"] = _in_one(kernel)
     return Lowered(kernel=kernel, why="one norm of M·C channels", others=others)
+
+
+def _in_one(otherwise: Kernel) -> Kernel:
+    def kernel(run: Run, *arguments: Any) -> Tensor:
+        y = norm_in_one(arguments)
+        return otherwise(run, *arguments) if y is None else y  # type: ignore[no-any-return]
+
+    return kernel
+
+
+def norm_in_one(
+    arguments: Sequence[Any],
+    residual: Tensor | None = None,
+    offset: Tensor | None = None,
+    activation: str = "",
+    slope: float = 0.0,
+) -> Tensor | None:
+    """Batch norm of x + offset plus the residual, through the activation, in one kernel; None where it cannot.
+
+    `arguments` are batch norm's own, [M, …]; the offset is each channel's, [M, C].
+    """
+    x, weight, bias, mean, var, _, momentum, eps, _ = arguments
+    if not kernels.usable(x) or (residual is not None and residual.dtype not in kernels.NARROW):
+        return None
+    from burstpool.fusion.kernels.batchnorm import batch_norm, rows_of
+
+    rows = rows_of(x)
+    others = None if residual is None else rows_of(residual)
+    if rows is None or (residual is not None and (others is None or residual.shape != x.shape)):
+        return None
+    state = (weight, bias, mean, var)
+    y = batch_norm(rows, others, offset, state, momentum=momentum, eps=eps, activation=activation, slope=slope)
+    members, samples, channels, *space = x.shape
+    return y.unflatten(1, (samples, *space)).movedim(-1, 2)
 
 
 def _has_formula(call: Call) -> bool:
@@ -99,6 +138,13 @@ def _layer_norm(call: Call) -> Lowered | None:
     def kernel(
         run: Run, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, cudnn: bool
     ) -> Tensor:
+        if batched and weight is not None and bias is not None and kernels.usable(x, weight, bias):
+            from burstpool.fusion.kernels.layernorm import fits, layer_norm
+
+            if fits(x, weight):
+                # As torch's own under autocast: in float32.
+                wide = torch.is_autocast_enabled(x.device.type) and x.is_cuda
+                return layer_norm(x, weight, bias, eps, torch.float32 if wide else x.dtype)
         y: Tensor = aten.layer_norm(x, shape, None, None, eps, cudnn)
         y = y if batched else y.unsqueeze(0)
         if weight is None:

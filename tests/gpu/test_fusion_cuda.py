@@ -1,6 +1,7 @@
 """On a CUDA device: verified in double precision there, and a recorded step trains what the plain step trains."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,3 +56,29 @@ def test_a_recorded_step_draws_new_dropout_masks_every_time() -> None:
     step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.0), F.cross_entropy, x, y, autocast=torch.bfloat16)
     losses = [copy.copy(step(x, y).tolist()) for _ in range(3)]
     assert losses[0] != losses[1] != losses[2]
+
+
+def test_a_tiny_gpt_with_dropout_trains_under_bf16_autocast() -> None:
+    from burstpool.job import load_job
+
+    jobs = [load_job("zoo:tiny_gpt", {"seed": seed}) for seed in range(3)]
+    x, y = (value.cuda() for value in jobs[0].samples(8))
+    array = fuse([job.build_model().cuda() for job in jobs], x)
+    step = RecordedStep(array, array.optimizer(torch.optim.AdamW, lr=1e-2), jobs[0].loss, x, y, autocast=torch.bfloat16)
+    losses = [step(x, y).clone() for _ in range(30)]
+    assert torch.isfinite(torch.stack(losses)).all()
+    assert (losses[-1] < losses[0]).all()
+
+
+def test_the_fastest_way_may_be_to_run_members_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever is chosen trains the same."""
+    monkeypatch.setenv("BURSTPOOL_CACHE", str(tmp_path))
+    x, y = torch.randn(4, 3, 8, 8, device="cuda"), torch.randint(0, 5, (4,), device="cuda")
+    losses = []
+    for choice in ("fused", "serial", "streams"):
+        array = fuse(nets(3), x, mode="fastest")
+        monkeypatch.setattr("burstpool.fusion.lowering._Tuner._whole", lambda *_, choice=choice, **__: choice)
+        step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.01), F.cross_entropy, x, y)
+        losses.append(torch.stack([step(x, y).clone() for _ in range(4)]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(losses[2], losses[0], rtol=1e-3, atol=1e-3)

@@ -1,0 +1,27 @@
+"""Kernels of our own, in Triton, for what torch does in several passes over memory.
+
+`update` is the optimizer's step, `batchnorm` batch norm with the activation that follows it, `layernorm` layer norm with
+each member's own weight, `dropout` the members' masks, `entropy` the loss over many classes. Only these files import triton; where it is missing, or the tensors are
+not on CUDA, `usable` says so and torch's own operators do the work. Results agree to rounding.
+"""
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+"""Types the kernels take; they compute in float32. Double precision, as `verify` uses, is torch's own."""
+
+
+@functools.cache
+def _present() -> bool:
+    return importlib.util.find_spec("triton") is not None and os.environ.get("BURSTPOOL_KERNELS") != "0"
+
+
+def usable(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels can take these tensors."""
+    # Triton's interpreter, for tests without a GPU, takes any device.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return _present() and all((interpreted or t.is_cuda) and t.dtype in NARROW for t in tensors)

@@ -1,0 +1,116 @@
+"""Convolutions that are products: kernels of one point, kernels that cover the map, transposed ones of one point.
+
+`point_product` leaves its result as its input lies in memory, [M, P, C] or [P, M, C], so that a grouped convolution
+with channels last before and after it finds what it needs.
+
+Shapes: M = members, N = samples, C = channels, O = output channels, P = samples times space, K = a window's values.
+"""
+# ruff: noqa: N803, N806 -- shape suffixes are capitals
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burstpool.fusion.rules.base import Kernel, Run, with_members
+from burstpool.fusion.rules.window import Window
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """What autocast would make of the tensor in a product; its own type outside."""
+    kind = tensor.device.type
+    on = torch.is_autocast_enabled(kind) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return torch.get_autocast_dtype(kind) if on else tensor.dtype
+
+
+class _PointProduct(torch.autograd.Function):
+    """x [M, P, C] times w [M, O, C], and the gradients, each in the layout of what it belongs to."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MPC: Tensor, w_MOC: Tensor) -> Tensor:
+        ctx.save_for_backward(x_MPC, w_MOC)
+        return _into(_like(x_MPC, w_MOC.shape[1]), x_MPC, w_MOC.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_MPC, w_MOC = ctx.saved_tensors
+        g_MPO = grads[0] if 1 in (grads[0].stride(1), grads[0].stride(2)) else grads[0].contiguous()
+        wants_x, wants_w = ctx.needs_input_grad
+        gx = _into(_like(x_MPC, x_MPC.shape[2]), g_MPO, w_MOC) if wants_x else None
+        return gx, torch.bmm(g_MPO.transpose(1, 2), x_MPC) if wants_w else None
+
+
+def _like(x_MPC: Tensor, width: int) -> Tensor:
+    """Room for [M, P, width], members and rows nested as in x."""
+    members, rows = x_MPC.shape[:2]
+    if x_MPC.stride(0) < x_MPC.stride(1):
+        return x_MPC.new_empty(rows, members, width).transpose(0, 1)
+    return x_MPC.new_empty(members, rows, width)
+
+
+def _into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.bmm(a, b, out=out)
+
+
+_ALIGNED = 8
+"""Channels of a 16-bit product come in multiples of this, or the GPU's matrix units go unused."""
+
+
+def point_product(window: Window, batched: bool) -> Kernel:
+    """A kernel of one point, with any stride."""
+
+    def kernel(run: Run, x: Tensor, w_MOC: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
+        first = 3 if batched else 2
+        for place, (stride, out) in enumerate(zip(window.stride, window.out, strict=True)):
+            if stride > 1 or x.shape[first + place] != out:
+                x = x[(slice(None),) * (first + place) + (slice(0, (out - 1) * stride + 1, stride),)]
+        *_, samples, channels = x.shape[:first]
+        space, dtype = x.shape[first:], autocast_dtype(x)
+        w_MOC = window.cropped(w_MOC).flatten(2).reshape(run.members, -1, channels).to(dtype)
+        rows = x.movedim(first - 1, -1).reshape(*x.shape[: first - 2], -1, channels).to(dtype)
+        if channels % _ALIGNED and dtype.itemsize == 2 and x.is_cuda:
+            missing = -channels % _ALIGNED
+            rows, w_MOC = torch.nn.functional.pad(rows, (0, missing)), torch.nn.functional.pad(w_MOC, (0, missing))
+        if batched:
+            y_MPO: Tensor = _PointProduct.apply(rows, w_MOC)  # type: ignore[no-untyped-call]
+        else:
+            y_MPO = (rows @ w_MOC.flatten(0, 1).t()).unflatten(1, (run.members, -1)).transpose(0, 1)
+        if b_MO is not None:
+            y_MPO = y_MPO + b_MO.unsqueeze(1).to(dtype)
+        return y_MPO.unflatten(1, (samples, *space)).movedim(-1, 2)
+
+    return kernel
+
+
+def covering_product(window: Window, batched: bool) -> Kernel:
+    """A kernel that covers the map: one result a sample."""
+
+    def kernel(run: Run, x: Tensor, w_MOC: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
+        x_MNC = x if batched else with_members(x, run.members)
+        for place, (taps, dilation) in enumerate(zip(window.taps, window.dilation, strict=True)):
+            x_MNC = x_MNC[(slice(None),) * (3 + place) + (slice(0, (taps - 1) * dilation + 1, dilation),)]
+        x_MNK = x_MNC.movedim(2, -1).flatten(2)
+        w_MOK = window.cropped(w_MOC).movedim(2, -1).flatten(2)
+        y_MNO = _product(x_MNK, w_MOK.transpose(1, 2), b_MO)
+        return y_MNO.view(*y_MNO.shape, *[1] * len(window.taps))
+
+    return kernel
+
+
+def spreading_product(batched: bool) -> Kernel:
+    """A transposed convolution of maps of one point: each sample's kernel-sized result is a product."""
+
+    def kernel(run: Run, x: Tensor, w_MCO: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
+        x_MNC = (x if batched else with_members(x, run.members)).flatten(2)
+        members, _, out_channels, *space = w_MCO.shape[:2] + w_MCO.shape[2:]
+        w_MCK = w_MCO.movedim(2, -1).flatten(2)
+        y_MNK = _product(x_MNC, w_MCK, None)
+        y = y_MNK.unflatten(2, (*space, out_channels)).movedim(-1, 2)
+        return y if b_MO is None else y + b_MO.view(members, 1, -1, *[1] * len(space)).to(y.dtype)
+
+    return kernel
+
+
+def _product(a: Tensor, b: Tensor, bias_MO: Tensor | None) -> Tensor:
+    return torch.bmm(a, b) if bias_MO is None else torch.baddbmm(bias_MO.unsqueeze(1), a, b)

@@ -1,0 +1,188 @@
+"""Our kernels against torch's own operators, and arrays that use them against arrays that do not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from burstpool.fusion import fuse, kernels
+from burstpool.fusion.step import RecordedStep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda x: x,
+    "relu": F.relu,
+    "hardswish": F.hardswish,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "silu": F.silu,
+}
+
+
+def members_between(shape: tuple[int, ...]) -> Tensor:
+    """[M, N, C, …] in memory as a grouped convolution with channels last leaves it."""
+    members, samples, channels, *space = shape
+    x = torch.randn(samples, *space, members, channels, device="cuda") * 2 + 5
+    return x.movedim(-2, 0).movedim(-1, 2)
+
+
+def members_outermost(shape: tuple[int, ...]) -> Tensor:
+    """[M, N, C, …] in memory as a batched product leaves it."""
+    members, samples, channels, *space = shape
+    return (torch.randn(members, samples, *space, channels, device="cuda") * 2 + 5).movedim(-1, 2)
+
+
+@pytest.mark.parametrize("layout", [members_between, members_outermost])
+@pytest.mark.parametrize(
+    ("activation", "summed"), [("relu", True), ("leaky_relu", True), *[(a, False) for a in ACTIVATIONS]]
+)
+@pytest.mark.parametrize("shape", [(3, 17, 24, 5, 5), (2, 300, 130), (5, 64, 3, 9)])
+def test_batch_norm_in_one_kernel_is_torchs(layout: Any, activation: str, summed: bool, shape: tuple[int, ...]) -> None:
+    from burstpool.fusion.kernels.batchnorm import batch_norm, rows_of
+
+    torch.manual_seed(0)
+    members, samples, channels, *space = shape
+    x = layout(shape).requires_grad_()
+    residual = members_outermost(shape).requires_grad_() if summed else None
+    weight, bias = (torch.randn(members, channels, device="cuda", requires_grad=True) for _ in range(2))
+    offset = torch.randn(members, channels, device="cuda")
+    mine = [torch.zeros(members, channels, device="cuda"), torch.ones(members, channels, device="cuda")]
+    theirs = [t.clone() for t in mine]
+    rows = None if residual is None else rows_of(residual)
+    state = (weight, bias, mine[0], mine[1])
+    y = batch_norm(rows_of(x), rows, offset, state, momentum=0.1, eps=1e-5, activation=activation, slope=0.2)
+    y = y.unflatten(1, (samples, *space)).movedim(-1, 2)
+    moved = x + offset.view(members, 1, channels, *[1] * len(space))
+    flat = [t.view(-1) for t in (*theirs, weight, bias)]
+    wanted = F.batch_norm(moved.transpose(0, 1).flatten(1, 2), *flat, True, 0.1, 1e-5)
+    wanted = wanted.view(samples, members, channels, *space).transpose(0, 1)
+    wanted = ACTIVATIONS[activation](wanted if residual is None else wanted + residual)
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    leaves = [x, weight, bias, *([] if residual is None else [residual])]
+    gradient = torch.randn_like(wanted)
+    pairs = zip(torch.autograd.grad(y, leaves, gradient), torch.autograd.grad(wanted, leaves, gradient), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)  # sums of thousands of float32 in another order
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("features", [5, 200, 1000])
+def test_layer_norm_in_one_kernel_is_torchs(features: int) -> None:
+    from burstpool.fusion.kernels.layernorm import layer_norm
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 7, 11, features, device="cuda").requires_grad_()
+    weight, bias = (torch.randn(3, features, device="cuda", requires_grad=True) for _ in range(2))
+    y = layer_norm(x, weight, bias, 1e-5, torch.float32)
+    wanted = torch.stack([F.layer_norm(x[i], [features], weight[i], bias[i]) for i in range(3)])
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+    gradient = torch.randn_like(y)
+    leaves = [x, weight, bias]
+    for a, b in zip(
+        torch.autograd.grad(y, leaves, gradient), torch.autograd.grad(wanted, leaves, gradient), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("classes", "smoothing"), [(130, 0.0), (5000, 0.1), (33_278, 0.0)])
+def test_cross_entropy_in_one_kernel_is_torchs(classes: int, smoothing: float) -> None:
+    from burstpool.fusion.kernels.entropy import cross_entropy
+
+    torch.manual_seed(0)
+    x = (torch.randn(19, classes, device="cuda") * 3).requires_grad_()
+    target = torch.randint(0, classes, (19,), device="cuda")
+    target[3] = -100
+    y = cross_entropy(x, target, -100, smoothing)
+    wanted = F.cross_entropy(x, target, label_smoothing=smoothing, reduction="none")
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    gradient = torch.randn(19, device="cuda")
+    (mine,), (theirs,) = (torch.autograd.grad(out, x, gradient) for out in (y, wanted))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_members_dropout_depends_on_its_own_seed_and_probability_alone() -> None:
+    from burstpool.fusion.kernels.dropout import dropout
+
+    x = torch.ones(3, 40_000, device="cuda", requires_grad=True)
+    seeds, chances = torch.tensor([7, 8, 9], device="cuda"), torch.tensor([0.1, 0.5, 1.0], device="cuda")
+    y = dropout(x, seeds, chances)
+    torch.testing.assert_close((y == 0).float().mean(1), chances, rtol=0, atol=0.02)
+    torch.testing.assert_close(y[:2].mean(1), torch.ones(2, device="cuda"), rtol=0, atol=0.03)
+    alone = dropout(x[1:2], seeds[1:2], chances[1:2])
+    assert torch.equal(alone[0], y[1])
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(gradient, y)
+
+
+class Residual(nn.Module):
+    """Convolutions with a bias, sums, a map of one point: all that is merged or cropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16)
+        self.second, self.norm2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.third, self.norm3 = nn.Conv2d(16, 24, 3, stride=4, padding=1), nn.BatchNorm2d(24)
+        self.short, self.norm4 = nn.Conv2d(16, 24, 1, stride=4), nn.BatchNorm2d(24)
+        self.point, self.head = nn.Conv2d(24, 24, 3, padding=1), nn.Linear(24, 150)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        y = self.norm2(self.second(x))
+        y += x
+        y = F.relu(y, inplace=True)
+        z = F.relu(self.norm4(self.short(y)) + self.norm3(self.third(y)))
+        return self.head(F.hardswish(self.point(z)).flatten(1))
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": [0.01, 0.02, 0.03], "momentum": 0.9, "weight_decay": [0.0, 1e-2, 0.1]}),
+    (torch.optim.SGD, {"lr": 0.01, "momentum": [0.9, 0.5, 0.0], "dampening": 0.1}),
+    (torch.optim.Adam, {"lr": [1e-2, 1e-3, 1e-4], "eps": 1e-3, "amsgrad": True, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-3, "betas": [(0.9, 0.99), (0.5, 0.9), (0.8, 0.999)]}),
+]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
+def test_an_array_with_kernels_trains_what_one_without_trains(
+    cls: Any, options: dict[str, Any], recorded: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("BURSTPOOL_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    results = []
+    for with_kernels in (True, False):
+        monkeypatch.setattr("burstpool.fusion.optim._LARGE", 200)
+        if not with_kernels:
+            monkeypatch.setattr(kernels, "usable", lambda *tensors: False)
+        torch.manual_seed(0)
+        models = [Residual().cuda() for _ in range(3)]
+        x, y = torch.randn(5, 12, 3, 8, 8, device="cuda"), torch.randint(0, 150, (5, 12), device="cuda")
+        array = fuse(models, x[0], mode="measured" if with_kernels else "rules")
+        optimizer = array.optimizer(cls, **options)
+        if recorded and with_kernels:
+            step: Any = RecordedStep(array, optimizer, F.cross_entropy, x[0], y[0])
+        else:
+            step = plain_step(array, optimizer)
+        results.append((torch.stack([step(x[i], y[i]).clone() for i in range(5)]), array))
+    (mine, fast), (theirs, slow) = results
+    torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    for (key, a), (_, b) in zip(fast.named_parameters(), slow.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def plain_step(array: Any, optimizer: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses = array.losses(x, F.cross_entropy, y)
+        losses.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses.detach()
+
+    return step
