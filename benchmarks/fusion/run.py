@@ -1,285 +1,244 @@
 """Fusion beside the other ways to train B models: aggregate samples a second, one JSON object and a table.
 
     python benchmarks/fusion/run.py                                     the CPU part: small models, seconds
-    python benchmarks/fusion/run.py --device cuda --dtype bf16          the CUDA part: a few minutes
-    python benchmarks/fusion/run.py --device cuda --workloads resnet18,tiny_mlp --members 8,32 --compiled
+    python benchmarks/fusion/run.py --device cuda --dtype bf16 --out results.json [--hfta PATH] [--only resnet18]
+    python benchmarks/fusion/run.py --device cuda --dtype fp32 --seconds 150 --without vmap_compiled
 
-Ways: serial eager (one model after another), serial graph (a model's whole step in one CUDA graph), vmap (stacked
-weights, torch.func), fused (this package's rules), fused measured (lowerings by measuring), and on CUDA the latter
-recorded as a CUDA graph. Each time is the smallest of several: what else a machine does only ever adds. Ignores
-data loading: every step uses the same batch, already on the device.
+On CUDA each workload runs in processes of its own (ways that compile, ways that do not, HFTA's code), all at once:
+they export and compile side by side and take turns on the GPU, by a lock, to be measured. `--seconds` ends it all;
+what was not measured by then says so. Each time is the smallest of several: what else a machine does only ever adds.
 """
 
 import argparse
-import contextlib
-import copy
+import fcntl
+import gc
 import json
+import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from burstpool.fusion import FusedArray, fuse
-from burstpool.fusion.step import RecordedStep
-from burstpool.job import Job, load_job, model_arguments
+sys.path.insert(0, str(Path(__file__).parent))
 
-Step = Callable[[], Any]
+import hfta_code
+from processes import measure_processes
+from tables import best_rates, table
+from ways import CPU_WAYS, CUDA_WAYS, ONE_MODEL, SEPARATE, Made, Step
+from workloads import CPU_WORKLOADS, WORKLOADS, Task, task
 
-WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "pointnet_cls": ("pointnet_classification", {}),
-    "pointnet_seg": ("pointnet_segmentation", {}),
-    "dcgan_d": ("dcgan_discriminator", {}),
-    "dcgan_g": ("dcgan_generator", {}),
-    "resnet18": ("resnet18", {"image_size": 32, "num_classes": 10, "batch": 128}),
-    "mobilenet_v3_large": ("mobilenet_v3_large", {"image_size": 32, "num_classes": 10, "batch": 128}),
-    "transformer": ("transformer", {}),
-    "bert_medium": ("bert_medium", {}),
-    "tiny_mlp": ("tiny_mlp", {}),
-    "tiny_gpt": ("gpt_small", {"width": 128, "layers": 4, "heads": 4, "vocabulary": 256, "tokens": 64, "batch": 32}),
+PARTS = {
+    "ours": ("serial_eager", "ours"),
+    "compiled": ("serial_compiled", "vmap_compiled"),
+    "others": ("serial_graph", "streams", "vmap"),
+    "hfta": ("hfta", "hfta_graph"),
 }
-"""Name here → zoo's name and settings. HFTA's seven, a small MLP, a tiny GPT."""
-CPU_WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny_mlp": ("tiny_mlp", {"batch": 8}),
-    "tiny_lstm": ("tiny_lstm", {"batch": 8}),
-    "tiny_resnet": ("tiny_resnet", {"batch": 8, "width": 8}),
-}
-
-
-def wide_mlp(seed: int) -> Job:
-    """784-128-128-10, the MLP of the research notes."""
-    layers = [nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)]
-    data = [(torch.randn(784), i % 10) for i in range(64)]
-    return Job(
-        model=lambda: copy.deepcopy(nn.Sequential(*layers)),
-        loss=nn.functional.cross_entropy,
-        data=data,  # type: ignore[arg-type]
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.01 * (seed + 1)),
-        batch=8,
-        seed=seed,
-        name="mlp784",
-    )
+"""Ways that run in one process, in order."""
+_AT_ONCE = 20
+"""Processes: as many as a machine of 16 cores and 128 GiB holds."""
 
 
 def main() -> None:
     options = parsed()
-    device = torch.device(options.device)
+    if options.part:
+        run_part(options)
+        return
     torch.set_float32_matmul_precision("high")
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    rows = []
-    for name in options.workloads:
-        for members in options.members:
-            row = measured(name, members, device, options)
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
-    print(json.dumps({"device": where, "torch": torch.__version__, "dtype": options.dtype, "rows": rows}))
-    print(table(rows), file=sys.stderr)
+    rows = list(on_cpu(options)) if options.device == "cpu" else on_cuda(options)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu"
+    result = {"device": where, "torch": torch.__version__, "dtype": options.dtype, "rows": rows}
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=1))
+    print(json.dumps(result))
+    print(table(best_rates(rows)), file=sys.stderr)
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fusion beside the other ways to train B models.")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workloads", default="")
-    parser.add_argument("--members", default="")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--repeats", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=90.0, help="stop a workload's further ways after this long")
-    parser.add_argument("--compiled", action="store_true", help="also torch.compile the fused step")
-    parser.add_argument("--skip", default="", help="ways to leave out, e.g. vmap,serial_graph")
+    parser.add_argument("--only", default="", help="workloads, by commas")
+    parser.add_argument("--without", default="", help="ways to leave out, by commas")
+    parser.add_argument("--members", default="", help="sizes of an array to try, by commas")
+    parser.add_argument("--hfta", default="", help="a checkout of UofT-EcoSystem/hfta, to be measured beside")
+    parser.add_argument("--seconds", type=float, default=200.0, help="for all of the CUDA part")
+    parser.add_argument("--out", default="", help="where to write the JSON object")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    on_cpu = options.device == "cpu"
-    known = [*CPU_WORKLOADS, "mlp784"] if on_cpu else list(WORKLOADS)
-    options.workloads = options.workloads.split(",") if options.workloads else known
-    options.members = [int(m) for m in (options.members or ("16" if on_cpu else "8,32")).split(",")]
-    options.repeats = options.repeats or (40 if on_cpu else 10)
+    known = list(CPU_WORKLOADS if options.device == "cpu" else WORKLOADS)
+    options.only = options.only.split(",") if options.only else known
+    options.without = options.without.split(",")
+    options.members = [int(m) for m in options.members.split(",")] if options.members else []
     return options
 
 
-def measured(name: str, members: int, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Samples a second of each way; a way that fails has its error instead."""
-    jobs = [wide_mlp(i) if name == "mlp784" else _job(name, device, i) for i in range(members)]
-    inputs, target = jobs[0].samples(jobs[0].batch)
-    inputs, target = _to(inputs, device), _to(target, device)
-    dtype = torch.bfloat16 if options.dtype == "bf16" else None
-    samples = jobs[0].batch
-    rates: dict[str, float] = {}
-    errors: dict[str, str] = {}
-    peak_bytes: dict[str, int] = {}
-    started = time.monotonic()
-    for way, make in ways(jobs, inputs, target, device, dtype, options.compiled).items():
-        if way in options.skip.split(",") or time.monotonic() - started > options.seconds:
-            errors[way] = "left out"
-            continue
-        try:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One thread, one way after another."""
+    torch.set_num_threads(1)
+    for name in options.only:
+        for members in options.members or [16]:
+            for way, make in CPU_WAYS.items():
+                if way not in options.without:
+                    made = task(name, torch.device("cpu"), torch.bfloat16 if options.dtype == "bf16" else None)
+                    yield measured(made, way, make, members, seconds=3.0)
+
+
+def measured(
+    made: Task, way: str, make: Callable[[Task, int], Made], members: int, *, seconds: float
+) -> dict[str, Any]:
+    """A row: samples a second, or why there are none. Building and compiling need no turn on the GPU."""
+    row: dict[str, Any] = {"workload": made.name, "way": way, "members": members, "batch": made.batch}
+    on_device = made.device.type == "cuda"
+    start = time.monotonic()
+    try:
+        ready = make(made, members)
+        row["build_s"] = round(time.monotonic() - start, 2)
+        with turn() if on_device else nullcontext():
+            start = time.monotonic()
+            if on_device:
                 torch.cuda.reset_peak_memory_stats()
-            step, models_a_step = make()
-            step_s = fastest(step, device, options.repeats)
-            rates[way] = models_a_step * samples / step_s
-            if device.type == "cuda":
-                peak_bytes[way] = torch.cuda.max_memory_allocated()
-            del step
-        except Exception as error:  # a way that cannot run is a result too
-            errors[way] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
-    return {"workload": name, "members": members, "batch": samples, "samples_per_s": rates, "errors": errors} | (
-        {"peak_bytes": peak_bytes} if peak_bytes else {}
-    )
+            step, models = ready()
+            row["record_s"] = round(time.monotonic() - start, 2)
+            row["samples_per_s"] = models * made.batch / fastest(step, on_device, seconds)
+            row["choice"] = getattr(step, "choice", "")
+            if on_device:
+                row["peak_bytes"] = torch.cuda.max_memory_allocated()
+            del step, ready
+    except Exception as error:  # a way that cannot run is a result too
+        row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+    return row
 
 
-def _job(name: str, device: torch.device, seed: int) -> Job:
-    zoo_name, settings = (CPU_WORKLOADS if device.type == "cpu" else WORKLOADS)[name]
-    return load_job(f"zoo:{zoo_name}", {**settings, "seed": seed})
+def fastest(step: Step, on_device: bool, seconds: float) -> float:
+    """Seconds of one step, the smallest of several."""
 
+    def wait() -> None:
+        if on_device:
+            torch.cuda.synchronize()
 
-def ways(
-    jobs: list[Job], inputs: Any, target: Any, device: torch.device, dtype: torch.dtype | None, compiled: bool
-) -> dict[str, Callable[[], tuple[Step, int]]]:
-    """Way → maker of its step, and how many models one step trains."""
-    # On a CPU a few models would stay in its cache, as all of them do not; on a GPU four stand for all.
-    some = jobs if device.type == "cpu" else jobs[:4]
-    found: dict[str, Callable[[], tuple[Step, int]]] = {
-        "serial_eager": lambda: (serial(some, inputs, target, device, dtype), len(some)),
-        "vmap": lambda: (vmapped(jobs, inputs, target, device, dtype), len(jobs)),
-        "fused": lambda: (fused(jobs, inputs, target, device, dtype, "rules"), len(jobs)),
-        "fused_measured": lambda: (fused(jobs, inputs, target, device, dtype, "measured"), len(jobs)),
-    }
-    if device.type == "cuda":
-        found["serial_graph"] = lambda: (graphed(jobs[0], inputs, target, device, dtype), 1)
-        found["fused_graph"] = lambda: (recorded(jobs, inputs, target, device, dtype, False), len(jobs))
-        if compiled:
-            found["fused_compiled_graph"] = lambda: (recorded(jobs, inputs, target, device, dtype, True), len(jobs))
-    return found
-
-
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> Any:
-    return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()
-
-
-def serial(jobs: list[Job], inputs: Any, target: Any, device: torch.device, dtype: torch.dtype | None) -> Step:
-    """One model after another, as most people train."""
-    models = [job.build_model().to(device) for job in jobs]
-    optimizers = [job.optimizer(model.parameters()) for job, model in zip(jobs, models, strict=True)]
-    args, kwargs = model_arguments(inputs)
-
-    def step() -> None:
-        for model, optimizer in zip(models, optimizers, strict=True):
-            with _autocast(device, dtype):
-                loss = jobs[0].loss(model(*args, **kwargs), target)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
-
-
-def graphed(job: Job, inputs: Any, target: Any, device: torch.device, dtype: torch.dtype | None) -> Step:
-    """One model's whole step, recorded: an array of one."""
-    return recorded([job], inputs, target, device, dtype, False)
-
-
-def vmapped(jobs: list[Job], inputs: Any, target: Any, device: torch.device, dtype: torch.dtype | None) -> Step:
-    """torch.func over stacked weights, one optimizer over the stacks (rates shared: it has no other)."""
-    models = [job.build_model().to(device) for job in jobs]
-    parameters, buffers = torch.func.stack_module_state(models)
-    base = copy.deepcopy(models[0]).to("meta")
-    optimizer = jobs[0].optimizer(list(parameters.values()))
-    args, kwargs = model_arguments(inputs)
-
-    def one(parameters: Any, buffers: Any) -> Tensor:
-        return jobs[0].loss(torch.func.functional_call(base, (parameters, buffers), args, kwargs), target)
-
-    mapped = torch.vmap(one, randomness="different")
-
-    def step() -> None:
-        with _autocast(device, dtype):
-            losses = mapped(parameters, buffers)
-        losses.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _array(jobs: list[Job], inputs: Any, device: torch.device, mode: Any) -> FusedArray:
-    from burstpool.fusion.jobs import attach
-
-    array = fuse([job.build_model().to(device) for job in jobs], inputs, seeds=[job.seed for job in jobs], mode=mode)
-    attach(array, jobs)
-    return array
-
-
-def fused(
-    jobs: list[Job], inputs: Any, target: Any, device: torch.device, dtype: torch.dtype | None, mode: str
-) -> Step:
-    """This package, eager."""
-    array = _array(jobs, inputs, device, mode)
-    optimizer = array.optimizers[0]
-
-    def step() -> None:
-        with _autocast(device, dtype):
-            losses = array.losses(inputs, jobs[0].loss, target)
-        losses.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def recorded(
-    jobs: list[Job], inputs: Any, target: Any, device: torch.device, dtype: torch.dtype | None, compiled: bool
-) -> Step:
-    """This package, the whole step in one CUDA graph."""
-    array = _array(jobs, inputs, device, "measured")
-    step = RecordedStep(array, array.optimizers[0], jobs[0].loss, inputs, target, autocast=dtype, compiled=compiled)
-    return lambda: step(inputs, target)
-
-
-def fastest(step: Step, device: torch.device, repeats: int) -> float:
-    """Seconds of one step, the smallest of several groups of steps."""
     for _ in range(3):
         step()
-    _wait(device)
-    times = []
-    for _ in range(repeats):
+    wait()
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < 5 or (time.perf_counter() - begun < seconds and len(times) < 200):
         start = time.perf_counter()
-        for _ in range(2):
-            step()
-        _wait(device)
+        step()
+        step()
+        wait()
         times.append((time.perf_counter() - start) / 2)
+        if len(times) >= 3 and time.perf_counter() - begun > 4 * seconds:
+            break
     return min(times)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+@contextmanager
+def turn() -> Iterator[None]:
+    """The GPU to oneself, among the benchmark's processes."""
+    with open(os.environ["BURSTPOOL_BENCHMARK_LOCK"], "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+def run_part(options: argparse.Namespace) -> None:
+    """One process of the CUDA part: prints a row a line."""
+    torch.set_float32_matmul_precision("high")
+    name, part = options.only[0], options.part
+    made = task(name, torch.device("cuda"), torch.bfloat16 if options.dtype == "bf16" else None)
+    ways = dict(CUDA_WAYS)
+    if part == "hfta":
+        if not options.hfta or not hfta_code.known(name):
+            why = "no path was given (--hfta)" if not options.hfta else "HFTA has no such model"
+            print(json.dumps({"workload": name, "way": "hfta", "error": why}), flush=True)
+            return
+        hfta_code.add_path(Path(options.hfta))
+        ways.update(hfta_code.HFTA_WAYS)
+    for way in PARTS[part]:
+        if way in options.without:
+            continue
+        for members in sizes(name, way, options):
+            print(json.dumps(measured(made, way, ways[way], members, seconds=0.25)), flush=True)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line a workload and size: samples/s, and the ratio to serial eager."""
-    return "\n".join(_lines(rows))
+def sizes(name: str, way: str, options: argparse.Namespace) -> list[int]:
+    """How many members a way is tried with."""
+    workload = WORKLOADS[name]
+    if way in ONE_MODEL:
+        return [1]
+    if way in SEPARATE:
+        return [workload.small]
+    wanted = options.members or list(workload.members)
+    return wanted if way == "ours" else wanted[-1:]
 
 
-def _lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    names = list(dict.fromkeys(way for row in rows for way in row["samples_per_s"]))
-    yield "workload              B  " + "  ".join(name.rjust(22) for name in names)
-    for row in rows:
-        base = row["samples_per_s"].get("serial_eager")
-        cells = []
-        for name in names:
-            rate = row["samples_per_s"].get(name)
-            ratio = f" ({rate / base:5.2f}x)" if rate and base else ""
-            cells.append((f"{rate:,.0f}{ratio}" if rate else "–").rjust(22))
-        yield f"{row['workload']:<20}{row['members']:>3}  " + "  ".join(cells)
+def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All processes at once, until the time is up; then the processes under MPS."""
+    deadline = time.monotonic() + options.seconds
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "BURSTPOOL_BENCHMARK_LOCK": f"{folder}/lock",
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        }
+        waiting = [(name, part) for part in PARTS for name in options.only if set(PARTS[part]) - set(options.without)]
+        running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
+        kept_s = 0.0 if "processes" in options.without else 10.0 + 3.0 * len(options.only)
+        while time.monotonic() < deadline - kept_s:
+            alive = sum(process.poll() is None for process in running.values())
+            if not alive and not waiting:
+                break
+            while waiting and alive < _AT_ONCE:
+                name, part = waiting.pop(0)
+                running[name, part] = _started(name, part, options, environment, Path(folder))
+                alive += 1
+            time.sleep(0.1)
+        for (name, part), process in running.items():
+            rows += _collected(name, part, process, Path(folder), options)
+        late = f"skipped: not begun within {options.seconds:.0f} s"
+        rows += [{"workload": n, "way": way, "error": late} for n, part in waiting for way in PARTS[part]]
+    if "processes" not in options.without:
+        rows += measure_processes(options.only, options.dtype, deadline - time.monotonic())
+    return rows
+
+
+def _started(
+    name: str, part: str, options: argparse.Namespace, environment: dict[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "--device", "cuda", "--dtype", options.dtype, "--only", name, "--part", part]
+    command += ["--without", ",".join(options.without), "--members", ",".join(map(str, options.members))]
+    command += ["--hfta", options.hfta]
+    with (folder / f"{name}-{part}").open("wb") as output, (folder / f"{name}-{part}.err").open("wb") as errors:
+        return subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
+
+
+def _collected(
+    name: str, part: str, process: subprocess.Popen[bytes], folder: Path, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    late = process.poll() is None
+    if late:
+        process.kill()
+    process.wait()
+    rows = [json.loads(line) for line in (folder / f"{name}-{part}").read_text().splitlines() if line.startswith("{")]
+    tried = {row["way"] for row in rows}
+    last = ((folder / f"{name}-{part}.err").read_text(errors="replace").strip().splitlines() or ["ended"])[-1][:200]
+    why = f"skipped: not measured within {options.seconds:.0f} s" if late else last
+    missing = [way for way in PARTS[part] if way not in tried and way not in options.without]
+    if part == "hfta" and tried:
+        missing = []
+    return rows + [{"workload": name, "way": way, "error": why} for way in missing]
 
 
 if __name__ == "__main__":

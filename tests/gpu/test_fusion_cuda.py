@@ -61,7 +61,8 @@ def test_a_recorded_step_draws_new_dropout_masks_every_time() -> None:
 def test_a_tiny_gpt_with_dropout_trains_under_bf16_autocast() -> None:
     from burstpool.job import load_job
 
-    jobs = [load_job("zoo:tiny_gpt", {"seed": seed}) for seed in range(3)]
+    small = {"width": 32, "layers": 2, "heads": 2, "vocabulary": 64, "tokens": 16, "dropout": 0.1}
+    jobs = [load_job("zoo:gpt_small", {**small, "seed": seed}) for seed in range(3)]
     x, y = (value.cuda() for value in jobs[0].samples(8))
     array = fuse([job.build_model().cuda() for job in jobs], x)
     step = RecordedStep(array, array.optimizer(torch.optim.AdamW, lr=1e-2), jobs[0].loss, x, y, autocast=torch.bfloat16)

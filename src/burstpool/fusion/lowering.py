@@ -20,7 +20,7 @@ from torch import Tensor
 from burstpool.fusion.modes import Mode
 from burstpool.fusion.plan import Plan, Step
 from burstpool.fusion.rules import Run
-from burstpool.fusion.serial import run_serially, tensors_of
+from burstpool.fusion.serial import draws, run_serially, tensors_of
 from burstpool.fusion.timing import timed, timed_recorded
 from burstpool.model.capture import batch_of
 
@@ -31,6 +31,7 @@ _SERIAL = "serial"
 _FUSED = "fused"
 _RULES = "rules"
 _STREAMS = "streams"
+_SOME = 8
 ONE_BY_ONE = (_SERIAL, _STREAMS)
 """Choices that do not fuse: one member after another, or members side by side on streams."""
 
@@ -167,7 +168,7 @@ class _Tuner:
 
         def one_by_one(concurrent: bool) -> None:
             leaves = {name: _leaf(value) for name, value in copies.items()}
-            _backward(run_serially(self.mode, run, leaves, batched, concurrent=concurrent))
+            _backward(run_serially(self.mode, run, leaves, batched, concurrent=concurrent, only=some))
 
         def timed_with(names: Sequence[str]) -> float:
             self._use(steps, names)
@@ -176,10 +177,13 @@ class _Tuner:
         candidates = {_FUSED: lambda: timed_with(chosen)}
         if any(chosen):
             candidates[_RULES] = lambda: timed_with([""] * len(steps))
+        # One by one, a few members tell how long all take.
+        some = min(len(self.array), _SOME) if self.array.device.type == "cuda" else len(self.array)
+        times = len(self.array) / some
         if serial:
-            candidates[_SERIAL] = lambda: self._timed(lambda: one_by_one(False), run)
-        if serial and self.array.recording:
-            candidates[_STREAMS] = lambda: self._timed(lambda: one_by_one(True), run)
+            candidates[_SERIAL] = lambda: times * self._timed(lambda: one_by_one(False), run)
+        if serial and self.array.recording and not draws(self.mode):
+            candidates[_STREAMS] = lambda: times * self._timed(lambda: one_by_one(True), run)
         if len(candidates) == 1:
             return _FUSED
         text = "\n".join(f"{operator.text} {dict(operator.numbers)}" for operator in self.mode.operators[0])

@@ -7,6 +7,7 @@ Takes a plan's steps, returns them with each such chain as one step at the place
 nobody else reads what lies between. Whether a chain really runs as one is decided when it runs: on CUDA, channels
 innermost in memory, no double precision; else, and where measuring says so, its operators run apart.
 """
+# ruff: noqa: N806 -- shape suffixes are capitals
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -21,21 +21,30 @@ Visit = Callable[[str, fx.Node, Any], Any]
 
 
 def run_serially(
-    mode: Mode, run: Run, values: Mapping[str, Any], batched: frozenset[str], *, concurrent: bool = False
+    mode: Mode,
+    run: Run,
+    values: Mapping[str, Any],
+    batched: frozenset[str],
+    *,
+    concurrent: bool = False,
+    only: int | None = None,
 ) -> list[Any]:
-    """The model's flattened results [M, …], members run one by one, or side by side on a GPU's streams."""
-    rows = member_values(mode, run.members, values, batched)
+    """The model's flattened results [M, …], members run one by one, or side by side on a GPU's streams.
+
+    `only` the first few, where how long they take is all that is asked for.
+    """
+    rows = member_values(mode, run.members, values, batched)[:only]
     # A member's stream takes the place of torch's own only where numbers are drawn: a recording allows no change of it.
-    draws = _draws(mode)
     work = [lambda i=i, row=row: alone(mode, i, row) for i, row in enumerate(rows)]  # type: ignore[misc]
-    if draws:
+    drawing = draws(mode)
+    if drawing:
         work = [lambda i=i, one=one: run.streams.drawing(i, one) for i, one in enumerate(work)]  # type: ignore[misc]
-    if concurrent and not draws:
+    if concurrent and not drawing:
         return joined(side_by_side(work, run.streams.device))  # type: ignore[no-any-return]
     return joined([one() for one in work])  # type: ignore[no-any-return]
 
 
-def _draws(mode: Mode) -> bool:
+def draws(mode: Mode) -> bool:
     """Whether any operator draws random numbers."""
     graphs = [mode.capture.graph, *(m.graph for m in mode.capture.root.children() if isinstance(m, fx.GraphModule))]
     return any(

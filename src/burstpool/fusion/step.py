@@ -20,8 +20,8 @@ from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 
-_WARM_UP = 3
-"""Steps before recording: torch's libraries choose their kernels in them."""
+_WARM_UP = 2
+"""Steps before recording, after a first one: torch's libraries choose their kernels in them."""
 
 
 class RecordedStep:
@@ -81,7 +81,7 @@ class RecordedStep:
         if not isinstance(self.optimizer, FusedOptimizer):
             raise FusionError(f"{type(self.optimizer.proxies[0]).__name__} has no formula here and cannot be recorded")
         before = torch.backends.cudnn.benchmark
-        self.array.recording, torch.backends.cudnn.benchmark = True, True  # shapes stay: cuDNN may choose by trying
+        self.array.recording = True
         try:
             self._warm_up_and_capture()
         finally:
@@ -93,6 +93,9 @@ class RecordedStep:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            self._step(inputs, targets)
+            # Shapes stay, so cuDNN may choose by trying; only now, as our own lowerings are chosen.
+            torch.backends.cudnn.benchmark = True
             for _ in range(_WARM_UP):
                 self._step(inputs, targets)
         torch.cuda.current_stream().wait_stream(side)

@@ -5,7 +5,7 @@ Sums are in float32; the gradient is written in the logits' type, as torch would
 
 Shapes: R = rows, C = classes.
 """
-# ruff: noqa: N803 -- shape suffixes are capitals
+# ruff: noqa: N803, N806 -- shape suffixes are capitals
 
 from typing import Any
 

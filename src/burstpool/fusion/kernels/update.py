@@ -5,6 +5,7 @@ touched at all, its state included.
 
 Shapes: M = members, P = elements of one parameter of a member; state is [M, all parameters' P] with offsets.
 """
+# ruff: noqa: N803, N806 -- shape suffixes and what a kernel is compiled for are capitals
 
 from collections.abc import Callable, Mapping
 

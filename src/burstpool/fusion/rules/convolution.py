@@ -1,7 +1,7 @@
 """Convolutions, 1 to 3 dimensions and transposed: members become groups.
 
 Lowerings, none of which wins everywhere (see docs/fusion.md): `grouped` on [N, M·C, …]; the same with channels last
-in memory; a `loop` over members, on a GPU also on several `streams`; and a batched `product` where the convolution is
+in memory; a `loop` over members, on a GPU on several `streams`; and a batched `product` where the convolution is
 one (products.py). Taps that only ever see padding are left out first (window.py). Members that share their input
 need no groups at all: one convolution with M times the filters.
 
@@ -93,12 +93,12 @@ def _lowered_transposed(call: Call, convolution: _Convolution, batched: bool) ->
 
 def _ways(convolution: _Convolution, batched: bool, rank: int, device: str) -> dict[str, Kernel]:
     """The general lowerings; the first is the rule's own choice."""
-    ways: dict[str, Kernel] = {"": _grouped(convolution, batched, None), "loop": _loop(convolution, batched, None)}
+    ways: dict[str, Kernel] = {"": _grouped(convolution, batched, None)}
     if rank in _LAST:
         ways["channels_last"] = _grouped(convolution, batched, _LAST[rank])
     if device == "cuda" and rank in _LAST:
-        ways["streams"] = _loop(convolution, batched, _LAST[rank])
-    return ways
+        return {**ways, "streams": _loop(convolution, batched, _LAST[rank])}
+    return {**ways, "loop": _loop(convolution, batched, None)}
 
 
 def _cropped(kernel: Kernel, geometry: Window, padding_at: int) -> Kernel:

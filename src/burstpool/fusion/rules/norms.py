@@ -69,8 +69,7 @@ def norm_in_one(
         return None
     state = (weight, bias, mean, var)
     y = batch_norm(rows, others, offset, state, momentum=momentum, eps=eps, activation=activation, slope=slope)
-    members, samples, channels, *space = x.shape
-    return y.unflatten(1, (samples, *space)).movedim(-1, 2)
+    return y.unflatten(1, (x.shape[1], *x.shape[3:])).movedim(-1, 2)
 
 
 def _has_formula(call: Call) -> bool:

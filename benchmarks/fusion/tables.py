@@ -1,0 +1,58 @@
+"""Tables of the benchmark's rows: the best size of each way, and ratios; plain text and Markdown."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Rates = dict[str, dict[str, dict[str, Any]]]
+"""Workload → way → its fastest row, or one with the reason why there is none."""
+OURS = ("ours", "fused_fastest", "fused")
+
+
+def best_rates(rows: Sequence[Mapping[str, Any]]) -> Rates:
+    """Each way at the number of members it is fastest with."""
+    found: Rates = {}
+    for row in rows:
+        ways = found.setdefault(row["workload"], {})
+        old = ways.get(row["way"])
+        if old is None or row.get("samples_per_s", 0.0) > old.get("samples_per_s", 0.0):
+            ways[row["way"]] = dict(row)
+    return found
+
+
+def table(rates: Rates) -> str:
+    """One line a workload: samples/s, members in brackets, the ratio to serial eager."""
+    names = list(dict.fromkeys(way for ways in rates.values() for way in ways))
+    lines = ["| workload | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
+    for workload, ways in rates.items():
+        base = ways.get("serial_eager", {}).get("samples_per_s")
+        lines.append(f"| {workload} | " + " | ".join(_cell(ways.get(name), base) for name in names) + " |")
+    return "\n".join([*lines, *_summary(rates)])
+
+
+def _cell(row: Mapping[str, Any] | None, base: float | None) -> str:
+    if row is None or "samples_per_s" not in row:
+        return "–"
+    ratio = f", {row['samples_per_s'] / base:.1f}×" if base else ""
+    return f"{row['samples_per_s']:,.0f} ({row['members']}{ratio})"
+
+
+def _summary(rates: Rates) -> Iterator[str]:
+    """Ours over the best other way, each and the geometric mean; ours over HFTA; reasons for what is missing."""
+    ratios = {}
+    for workload, ways in rates.items():
+        mine = max((ways[w]["samples_per_s"] for w in OURS if "samples_per_s" in ways.get(w, {})), default=0.0)
+        others = {w: r["samples_per_s"] for w, r in ways.items() if w not in OURS and "samples_per_s" in r}
+        if not mine or not others:
+            continue
+        best = max(others, key=others.__getitem__)
+        ratios[workload] = mine / others[best]
+        hfta = max((others[w] for w in ("hfta", "hfta_graph") if w in others), default=None)
+        beside = f"; over HFTA {mine / hfta:.2f}" if hfta else ""
+        yield f"{workload}: {ratios[workload]:.2f} × the best other way ({best}){beside}"
+    if ratios:
+        yield f"geometric mean: {math.exp(sum(map(math.log, ratios.values())) / len(ratios)):.2f}"
+    for workload, ways in rates.items():
+        for way, row in ways.items():
+            if "samples_per_s" not in row:
+                yield f"{workload}, {way}: {row.get('error', '')}"
