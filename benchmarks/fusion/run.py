@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -70,6 +71,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--hfta", default="", help="a checkout of UofT-EcoSystem/hfta, to be measured beside")
     parser.add_argument("--seconds", type=float, default=200.0, help="for all of the CUDA part")
     parser.add_argument("--out", default="", help="where to write the JSON object")
+    parser.add_argument("--log", default="", help="where to write what the processes had to say")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     known = list(CPU_WORKLOADS if options.device == "cpu" else WORKLOADS)
@@ -112,6 +114,7 @@ def measured(
                 row["peak_bytes"] = torch.cuda.max_memory_allocated()
             del step, ready
     except Exception as error:  # a way that cannot run is a result too
+        traceback.print_exc()
         row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
     return row
 
@@ -207,6 +210,9 @@ def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
             time.sleep(0.1)
         for (name, part), process in running.items():
             rows += _collected(name, part, process, Path(folder), options)
+        if options.log:
+            errors = [f"== {path.name}\n{path.read_text(errors='replace')}" for path in Path(folder).glob("*.err")]
+            Path(options.log).write_text("\n".join(errors))
         late = f"skipped: not begun within {options.seconds:.0f} s"
         rows += [{"workload": n, "way": way, "error": late} for n, part in waiting for way in PARTS[part]]
     if "processes" not in options.without:

@@ -23,24 +23,23 @@ class Workload:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "pointnet_cls": Workload(zoo="pointnet_classification", members=(4, 16), small=4),
-    "pointnet_seg": Workload(zoo="pointnet_segmentation", members=(4, 12), small=4),
-    "dcgan_d": Workload(zoo="dcgan_discriminator", members=(8, 32)),
-    "dcgan_g": Workload(zoo="dcgan_generator", members=(8, 32)),
+    "pointnet_cls": Workload(zoo="pointnet_classification", members=(8,), small=4),
+    "pointnet_seg": Workload(zoo="pointnet_segmentation", members=(8,), small=4),
+    "dcgan_d": Workload(zoo="dcgan_discriminator", members=(32,)),
+    "dcgan_g": Workload(zoo="dcgan_generator", members=(32,)),
     "resnet18": Workload(
-        zoo="resnet18", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(8, 32, 64), small=16
+        zoo="resnet18", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(32, 64)
     ),
     "mobilenet_v3_large": Workload(
-        zoo="mobilenet_v3_large", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(8, 32), small=8
+        zoo="mobilenet_v3_large", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(32,)
     ),
-    "transformer": Workload(zoo="transformer", members=(8, 32), small=8),
-    "bert_medium": Workload(zoo="bert_medium", members=(4, 12), small=4),
-    "tiny_mlp": Workload(zoo="tiny_mlp", members=(32, 1024), small=16),
+    "transformer": Workload(zoo="transformer", members=(16,)),
+    "bert_medium": Workload(zoo="bert_medium", members=(8,), small=4),
+    "tiny_mlp": Workload(zoo="tiny_mlp", members=(64, 1024)),
     "tiny_gpt": Workload(
         zoo="gpt_small",
         settings={"width": 128, "layers": 4, "heads": 4, "vocabulary": 256, "tokens": 64, "batch": 32},
-        members=(8, 64),
-        small=16,
+        members=(64,),
     ),
 }
 """HFTA's seven (DCGAN as its two networks), a small MLP, a tiny GPT."""
