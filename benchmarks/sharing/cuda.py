@@ -32,12 +32,12 @@ from typing import Any
 import torch
 
 FOREGROUNDS = (
-    "vgg16:1,vgg16:4,vgg16:16,wide_resnet101_2:1,wide_resnet101_2:4,wide_resnet101_2:16,inception_v3:4,transformer:8"
+    "vgg16:1,vgg16:4,vgg16:16,wide_resnet101_2:1,wide_resnet101_2:4,wide_resnet101_2:16,inception_v3:4,bert_medium:8"
 )
 BACKGROUNDS = "resnet50:32,resnet18:8,array:16"
 BUDGETS = (1.05, 1.10, 1.20)
 MPS_PERCENT = (100, 50, 30, 10)
-LEAD_S = 0.15
+LEAD_S = 0.1
 """How long a background process runs before the foreground's."""
 MPS_FOLDER = "/tmp/burstpool-mps"
 ARRAY_MEMBERS = 16
@@ -490,7 +490,7 @@ def main() -> None:
         if sharer is not None:
             for way in ("streams", "priority"):
                 if way in ways:
-                    note(foreground, background, way, sharer.do(way, background, 0, min(args.seconds, 0.6)))
+                    note(foreground, background, way, sharer.do(way, background, 0, min(args.seconds, 0.4)))
             for budget in budgets if "ours" in ways else ():
                 note(foreground, background, f"ours {budget:.2f}", sharer.do("ours", background, budget, args.seconds))
             if "gaps" in ways:
@@ -498,11 +498,11 @@ def main() -> None:
         if "processes" in ways:
             pair = players["process", str(foreground)], players["process", str(background)]
             own = rates["process", str(background)]
-            note(foreground, background, "processes", two_processes(*pair, min(args.seconds, 0.6), own))
+            note(foreground, background, "processes", two_processes(*pair, min(args.seconds, 0.4), own))
         for percent in MPS_PERCENT if with_mps else ():
             pair = players["mps", str(foreground)], players[percent, str(background)]
             own = rates[100, str(background)]
-            note(foreground, background, f"MPS {percent}%", two_processes(*pair, min(args.seconds, 0.6), own))
+            note(foreground, background, f"MPS {percent}%", two_processes(*pair, min(args.seconds, 0.4), own))
     for process in (*sharers.values(), *players.values()):
         process.process.kill()
         process.process.join()
