@@ -33,7 +33,7 @@ from burstpool.profiling.importers import import_profile
 from burstpool.profiling.profile import Profile
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate as simulate_schedule
-from sharing import Rates, Sharing
+from sharing import Measured, Sharing
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures"
@@ -70,7 +70,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS), help="of DeepPool's")
     parser.add_argument("--device-time", choices=["busy", "held"], default="busy", help="what the comparison counts")
     parser.add_argument("--profiles", type=Path, help="folder of profile.json files to simulate too")
-    parser.add_argument("--interference", type=Path, help="measured rates: see sharing.py")
+    parser.add_argument("--interference", type=Path, help="a table that burstpool interference measured")
+    parser.add_argument("--background", type=Path, default=HERE / "profiles" / "vgg16.h200.json", help="its profile")
+    parser.add_argument("--background-batch", type=int, default=8)
+    parser.add_argument("--slowdown", type=float, default=1.10, help="of the foreground, at most")
+    parser.add_argument("--in-reductions", action="store_true", help="background work also while devices reduce")
     parser.add_argument("--burst-limit", type=float, default=2.0)
     parser.add_argument("--devices", type=int, nargs="*", default=list(SCALES))
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
@@ -172,7 +176,7 @@ def picture() -> str:
 
 def simulate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """All models, batches and scales; results and plots are written beside this file."""
-    sharing: Sharing | None = Rates.load(arguments.interference) if arguments.interference else None
+    sharing = _sharing(arguments)
     if sharing is None:
         print("no --interference table: no background jobs on shared devices (nothing is free)", file=sys.stderr)
     profiles = [import_profile(DATA / MODELS[name]) for name in arguments.models] if DATA.is_dir() else []
@@ -195,6 +199,18 @@ def simulate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     }
     (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     return result, _table(rows) + _errors(errors)
+
+
+def _sharing(arguments: argparse.Namespace) -> Sharing | None:
+    if not arguments.interference:
+        return None
+    found = Measured.load(
+        arguments.interference,
+        arguments.background,
+        batch=arguments.background_batch,
+        slowdown=arguments.slowdown,
+    )
+    return replace(found, in_reductions=arguments.in_reductions)
 
 
 def _errors(errors: list[float]) -> str:

@@ -1,16 +1,23 @@
 """What background jobs get on a foreground job's devices, and what they cost it: the seam to measured interference.
 
-`Sharing` is all that the simulation at scale asks for; whoever has measurements implements it. `Rates` is the simplest
-one: three measured numbers. Without any, the simulation says nothing of background jobs: nothing is assumed free.
+`Sharing` is all that the simulation at scale asks for. `Measured` predicts from an interference table measured on a GPU
+(`burstpool interference --device cuda`) by the rule of the sharing controller. Without a table, the simulation says
+nothing of background jobs: nothing is assumed free.
 """
 
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from burstpool.profiling.profile import Profile
 from burstpool.report.timeline import Event, Timeline
+from burstpool.share.budget import Budget
+from burstpool.share.interference import COMMUNICATION, InterferenceTable, mix_of
+from burstpool.share.predict import all_gaps, predict_sharing
+
+SLICE_S = 3e-4
+"""As `share/cuda.py` cuts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,42 +44,53 @@ class Sharing(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """One slowdown and two rates for all plans, whatever the length of gaps and the kinds of layers."""
+class Measured:
+    """One background job like another on every device, held within a slowdown budget."""
 
-    gap_rate: float
-    """Part of its speed alone that a background job keeps in the foreground's gaps."""
-    beside_rate: float
-    """Part of it that it keeps while the foreground computes."""
-    foreground_slowdown: float
-    """Of the foreground's step meanwhile."""
+    table: InterferenceTable
+    background: Mapping[str, float]
+    """Kind of layer → its part of the background's compute."""
+    budget: Budget
+    slice_s: float = SLICE_S
+    """Length of the background's pieces: a gap takes whole ones."""
+    in_reductions: bool = False
+    """Whether background work may run while devices wait for a reduction. The table's communication is a copy by the
+    GPU's copy engine; a reduction by NCCL also needs multiprocessors, and what disturbs it was not measured."""
 
     @classmethod
-    def load(cls, path: Path) -> "Rates":
-        """From a JSON file with these three numbers; others in it are ignored."""
-        found = json.loads(path.read_text())
-        missing = [name for name in cls.__slots__ if name not in found]
-        if missing:
-            raise SystemExit(f"{path} lacks {', '.join(missing)}; measure them and write them there")
-        return cls(**{name: float(found[name]) for name in cls.__slots__})
+    def load(cls, table: Path, background: Path, *, batch: int, slowdown: float) -> "Measured":
+        """From an interference table, and the background's profile at its batch."""
+        mix = mix_of(Profile.load(background), batch)
+        return cls(table=InterferenceTable.load(table), background=mix, budget=Budget(slowdown=slowdown))
 
     def predict(self, timeline: Timeline, profile: Profile) -> Shared:
-        """The foreground's work and its gaps both take longer by the slowdown."""
-        busy_s = sum(timeline.all_busy_s())
-        gap_s = timeline.num_devices * timeline.step_time_s - busy_s
-        kept_s = gap_s * self.gap_rate + busy_s * self.beside_rate
-        return Shared(
-            foreground_slowdown=self.foreground_slowdown, background_device_s=self.foreground_slowdown * kept_s
+        """Devices that are alike are predicted once."""
+        counts = alike_devices(timeline)
+        foreground = mix_of(profile, profile.batches[len(profile.batches) // 2])
+        found = predict_sharing(
+            timeline,
+            foreground,
+            self.background,
+            self.table if self.in_reductions else _without_communication(self.table),
+            self.budget,
+            slice_s=self.slice_s,
+            devices=list(counts),
         )
+        work_s = sum(counts[device.device] * (device.gap_s + device.overlapped_s) for device in found.devices)
+        return Shared(foreground_slowdown=found.slowdown, background_device_s=work_s)
+
+
+def _without_communication(table: InterferenceTable) -> InterferenceTable:
+    """Communication is then taken to suffer as other layers do, and reductions are left alone."""
+    return replace(table, pairs=tuple(pair for pair in table.pairs if pair.foreground != COMMUNICATION))
 
 
 def alike_devices(timeline: Timeline) -> dict[int, int]:
     """One device of each kind → how many: those with the same work and the same gaps, to the microsecond."""
-    busy_s = timeline.all_busy_s()
     found: dict[tuple[object, ...], list[int]] = {}
-    for device, gaps in enumerate(timeline.gaps()):
-        key = tuple((round(start_s, 6), round(stop_s, 6)) for start_s, stop_s in gaps)
-        found.setdefault((round(busy_s[device], 6), *key), []).append(device)
+    for device, (busy_s, gaps) in enumerate(zip(timeline.all_busy_s(), all_gaps(timeline), strict=True)):
+        key = (round(busy_s, 6), *((round(gap.length_s, 6), gap.reduces) for gap in gaps))
+        found.setdefault(key, []).append(device)
     return {devices[0]: len(devices) for devices in found.values()}
 
 

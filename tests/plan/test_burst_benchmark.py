@@ -3,8 +3,9 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from burst_cases import layer, profile
@@ -12,9 +13,19 @@ from burst_cases import layer, profile
 from burstpool.profiling.importers import import_profile
 from burstpool.profiling.profile import Profile
 from burstpool.report.timeline import Event, Timeline
+from burstpool.share.budget import Budget
+from burstpool.share.interference import InterferenceTable, Pair
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "burst"
-RATES = {"gap_rate": 0.9, "beside_rate": 0.2, "foreground_slowdown": 1.1}
+
+
+class FixedRates:
+    """A `Sharing`: 1.1 slower, nine tenths of the gaps and a fifth of the compute are the background's."""
+
+    def predict(self, timeline: Timeline, profile: Profile) -> SimpleNamespace:
+        busy_s = sum(timeline.all_busy_s())
+        gap_s = timeline.num_devices * timeline.step_time_s - busy_s
+        return SimpleNamespace(foreground_slowdown=1.1, background_device_s=1.1 * (0.9 * gap_s + 0.2 * busy_s))
 
 
 @pytest.fixture
@@ -46,10 +57,8 @@ def test_without_measurements_nothing_is_said_of_background_jobs_beside(scaling:
     assert all((row["background_devices"] is None) == (row["strategy"] != "static") for row in rows)
 
 
-def test_background_jobs_get_the_gaps_and_slow_the_foreground(
-    scaling: ModuleType, sharing: ModuleType, model: Profile
-) -> None:
-    rows = {row["strategy"]: row for row in scaling.scaling(model, 12, [8], 2.0, sharing.Rates(**RATES))}
+def test_background_jobs_get_the_gaps_and_slow_the_foreground(scaling: ModuleType, model: Profile) -> None:
+    rows = {row["strategy"]: row for row in scaling.scaling(model, 12, [8], 2.0, FixedRates())}
     alone, both = rows["data"], rows["data+background"]
     assert both["step_ms"] == pytest.approx(1.1 * alone["step_ms"])
     assert both["foreground_devices"] == pytest.approx(alone["foreground_devices"] / 1.1)
@@ -86,10 +95,10 @@ def test_burst_steps_are_the_simulators_unless_that_takes_too_long(
     assert guessed["planner_error"] is None
 
 
-def test_the_summary_has_a_line_a_model(scaling: ModuleType, sharing: ModuleType, model: Profile) -> None:
+def test_the_summary_has_a_line_a_model(scaling: ModuleType, model: Profile) -> None:
     import summary
 
-    rows = list(scaling.scaling(model, 256, [8, 32], 2.0, sharing.Rates(**RATES)))
+    rows = list(scaling.scaling(model, 256, [8, 32], 2.0, FixedRates()))
     text = summary.summary({"rows": rows, "planner_error_median": 0.01, "planner_error_most": 0.2})
     assert text.count("| random, A100 |") == 2
     assert "1.0% in the median, 20.0% at most" in text
@@ -98,21 +107,38 @@ def test_the_summary_has_a_line_a_model(scaling: ModuleType, sharing: ModuleType
 
 
 def test_devices_with_the_same_gaps_are_alike(sharing: ModuleType) -> None:
-    """Of four devices two are busy at the same times, one at others, one never."""
-    spans = {0: [(0.0, 1.0), (3.0, 4.0)], 1: [(0.0, 2.0)], 2: [(0.0, 1.0), (3.0, 4.0)]}
+    """Of four devices two have a gap of 2 s each, one has two of 1 s, one is never busy."""
+    spans = {0: [(0.0, 1.0), (3.0, 4.0)], 1: [(0.0, 0.5), (1.5, 3.0)], 2: [(0.0, 2.0)]}
     events = tuple(
         Event(device=device, lane="compute", kind="forward", block="a", start_s=start, stop_s=stop)
         for device, own in spans.items()
         for start, stop in own
     )
     timeline = Timeline(source="predicted", num_devices=4, step_time_s=5.0, events=events)
-    assert sharing.alike_devices(timeline) == {0: 2, 1: 1, 3: 1}
+    assert sharing.alike_devices(timeline) == {0: 2, 1: 1, 3: 1}  # when a gap is does not matter
 
 
-def test_rates_that_lack_a_number_are_refused(sharing: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "rates.json").write_text(json.dumps({"gap_rate": 1}))
-    with pytest.raises(SystemExit, match="lacks beside_rate, foreground_slowdown"):
-        sharing.Rates.load(tmp_path / "rates.json")
+def test_alike_devices_get_the_same_and_reductions_are_left_alone(sharing: ModuleType, model: Profile) -> None:
+    """Three devices compute for 2 of 4 s, then one waits for a message and two for a reduction."""
+    pairs = (
+        Pair(foreground="pointwise", background="linear", slowdown=2.0, kept=0.5),
+        Pair(foreground="communication", background="linear", slowdown=1.0, kept=1.0),
+    )
+    measured = sharing.Measured(
+        table=InterferenceTable(device="GPU", source="", pairs=pairs),
+        background={"linear": 1.0},
+        budget=Budget(slowdown=1.1),
+        slice_s=0.0,
+    )
+    compute = [Event(device=d, lane="compute", kind="forward", block="a", start_s=0, stop_s=2.0) for d in range(3)]
+    reduce = [Event(device=d, lane="communication", kind="reduce", block="a", start_s=2.0, stop_s=4.0) for d in (1, 2)]
+    timeline = Timeline(source="predicted", num_devices=3, step_time_s=4.0, events=(*compute, *reduce))
+    # Background work beside 0.4 s of compute lengthens it to 0.8 s; half of that is background work.
+    alone = measured.predict(timeline, model)
+    assert alone.foreground_slowdown == pytest.approx(1.1)
+    assert alone.background_device_s == pytest.approx(2.0 + 3 * 0.4)
+    everywhere = replace(measured, in_reductions=True).predict(timeline, model)
+    assert everywhere.background_device_s == pytest.approx(3 * 2.0 + 3 * 0.4)
 
 
 def test_measured_profiles_can_be_planned_with(scaling: ModuleType, tmp_path: Path) -> None:

@@ -54,16 +54,30 @@ class SharingPrediction:
         return 1 / self.slowdown + self.background_kept
 
 
-def device_gaps(timeline: Timeline, device: int) -> tuple[Gap, ...]:
-    """A device's gaps in one step, those of exposed all-reduces marked as such."""
+def all_gaps(timeline: Timeline) -> tuple[tuple[Gap, ...], ...]:
+    """Device → its gaps in one step, those of exposed all-reduces marked as such."""
     if timeline.num_steps != 1:
         raise ShareError(f"the timeline has {timeline.num_steps} steps; simulate one to see a step's gaps")
-    reduces = [(e.start_s, e.stop_s) for e in timeline.events if e.device == device and e.kind == "reduce"]
-    found = []
-    for start_s, stop_s in timeline.gaps()[device]:
-        covered_s = sum(max(min(stop_s, b) - max(start_s, a), 0.0) for a, b in reduces)
-        found.append(Gap(length_s=stop_s - start_s, reduces=covered_s > 0.5 * (stop_s - start_s)))
-    return tuple(found)
+    reduces: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_devices)]
+    for event in timeline.events:
+        if event.kind == "reduce":
+            reduces[event.device].append((event.start_s, event.stop_s))
+    return tuple(
+        tuple(
+            Gap(length_s=stop - start, reduces=_covered(start, stop, own) > 0.5 * (stop - start))
+            for start, stop in gaps
+        )
+        for gaps, own in zip(timeline.gaps(), reduces, strict=True)
+    )
+
+
+def device_gaps(timeline: Timeline, device: int) -> tuple[Gap, ...]:
+    """The gaps of one device."""
+    return all_gaps(timeline)[device]
+
+
+def _covered(start_s: float, stop_s: float, spans: Sequence[tuple[float, float]]) -> float:
+    return sum(max(min(stop_s, b) - max(start_s, a), 0.0) for a, b in spans)
 
 
 def predict_sharing(
@@ -85,7 +99,7 @@ def predict_sharing(
     shared = range(timeline.num_devices) if devices is None else devices
     slowed, done = _together(foreground, background, table)
     harmless = budget.harmless_in_reduce or _mixed({COMMUNICATION: 1.0}, background, table)[0] <= _HARMLESS
-    busy_s = timeline.all_busy_s()
+    busy_s, gaps = timeline.all_busy_s(), all_gaps(timeline)
     busiest_s = max((busy_s[device] for device in shared), default=0.0)
     room_s = (budget.slowdown - 1) * step_s
     # The part of its compute that a device may be accompanied in, so that the busiest one stays within the budget.
@@ -93,7 +107,7 @@ def predict_sharing(
     found = tuple(
         SharedDevice(
             device=device,
-            gap_s=sum(_usable_s(gap, slice_s, harmless) for gap in device_gaps(timeline, device)),
+            gap_s=sum(_usable_s(gap, slice_s, harmless) for gap in gaps[device]),
             overlapped_s=part * busy_s[device] * done,
         )
         for device in shared
