@@ -37,6 +37,7 @@ FOREGROUNDS = (
 BACKGROUNDS = "resnet50:32,resnet18:8,array:16"
 BUDGETS = (1.05, 1.10, 1.20)
 MPS_PERCENT = (100, 50, 30, 10)
+LEAST_STEPS = 120
 LEAD_S = 0.1
 """How long a background process runs before the foreground's."""
 MPS_FOLDER = "/tmp/burstpool-mps"
@@ -224,6 +225,11 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
         plain = torch.cuda.Stream()
         foreground = at_work(which, control, high, 6e-4)
         works = {str(name): at_work(name, control, low, PIECE_S) for name in backgrounds}
+        pipe.send("ready")
+        pipe.recv()
+        # Once more, now that no other process uses the GPU: pieces are cut and compared by how long they take.
+        for work in (foreground, *works.values()):
+            work.steps.capture()
         unranked = on_plain_stream(foreground, plain)
         for work in (foreground, *works.values()):
             lengths = [round(1e3 * time_s, 3) for time_s in work.steps.piece_times_s]
@@ -265,7 +271,7 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
     before = alone(0.15)
     begun = time.monotonic()
     gpu = SharedGpu(foreground, (background,), Budget(slowdown=budget), program=program)
-    gpu.run(int(seconds / step_s))
+    gpu.run(max(int(seconds / step_s), LEAST_STEPS))
     took_s = time.monotonic() - begun
     after = alone(0.15)
     alone_s = statistics.mean(before + after)
@@ -479,6 +485,9 @@ def main() -> None:
             players.update({(percent, str(w)): Player(w, mps_percent=percent) for w in backgrounds})
     for player in (*sharers.values(), *players.values()):
         player.wait()
+    for sharer in sharers.values():
+        sharer.pipe.send("calibrate")
+        sharer.wait()
     print("all processes are ready", file=sys.stderr, flush=True)
     rates = {}
     for (kind, name), player in players.items():
