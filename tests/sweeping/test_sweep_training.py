@@ -17,6 +17,7 @@ from burstpool.errors import RunError
 from burstpool.fusion.array import FusedArray
 from burstpool.sweeping.folder import SweepFolder
 from burstpool.sweeping.outcome import SweepResult, in_short
+from burstpool.sweeping.sizing import smallest_fast
 from burstpool.sweeping.space import Range
 
 
@@ -207,6 +208,12 @@ def test_sizes_are_measured_where_none_is_given(tmp_path: Path) -> None:
     assert {1, 2} <= sizing.samples_per_s.keys()
     assert all(rate > 0 for rate in (*sizing.samples_per_s.values(), sizing.serial_samples_per_s))
     assert_as_alone(result, jobs_of(result, job))
+
+
+def test_the_smallest_size_that_is_nearly_as_fast_is_chosen_whatever_one_measurement_says() -> None:
+    assert smallest_fast({1: 10.0, 2: 19.0, 4: 36.0, 8: 60.0, 16: 65.0, 32: 66.0}) == 16
+    assert smallest_fast({1: 10.0, 2: 9.0, 4: 36.0, 8: 37.0, 16: 38.0}) == 4
+    assert smallest_fast({1: 10.0}) == 1
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def sweep(
     array_size: Annotated[int | None, typer.Option(help="Trials trained as one; measured if left out.")] = None,
     mode: Annotated[str, typer.Option(help="How arrays run: fastest, measured, rules or serial.")] = "fastest",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Torch's threads on the CPU; 1 suits small models.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples a step; the job's if left out.")] = None,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Export every finished trial, not the best alone.")
@@ -79,6 +80,7 @@ def sweep(
         "array_size": array_size,
         "mode": mode,
         "device": device,
+        "threads": threads,
         "batch": batch,
         "keep_all": keep_all,
         "checkpoint_every_s": checkpoint_every,

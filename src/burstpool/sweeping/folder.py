@@ -50,6 +50,8 @@ class SweepRecord(Artifact):
     first_rung: int | None
     mode: str
     device: str
+    threads: int
+    """Of torch on the CPU: sums depend on it in their last digits."""
     batch: int | None
     """None for the job's own."""
     keep_all: bool

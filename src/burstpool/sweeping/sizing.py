@@ -13,13 +13,13 @@ import torch
 
 from burstpool.artifact import STRICT
 from burstpool.fusion.array import Execution
-from burstpool.fusion.group import array_size, knee, member_bytes
+from burstpool.fusion.group import array_size, member_bytes
 from burstpool.job import Job, model_arguments
 from burstpool.sweeping.feed import Feed
 from burstpool.sweeping.trial_array import TrialArray
 
 _GAIN = 1.1
-"""Twice the members must bring so much more throughput."""
+"""More throughput than this counts."""
 _MOST_PLACES = 256
 _STEPS, _REPEATS = 4, 6
 """Runs of so many steps that are timed, after one that is not."""
@@ -46,30 +46,43 @@ class Sizing:
 def measure_sizing(
     job: Job, *, most: int, places: int | None, device: torch.device, mode: Execution, batch: int | None
 ) -> Sizing:
-    """Array sizes are doubled until it does not pay or memory ends; `places` is taken as given."""
+    """How fast arrays of several sizes train, and which size is best; `places` is taken as given."""
     samples = batch or job.batch
     serial = samples / _serial_step_s(job, device, samples)
     if places is not None:
         return Sizing(places=places, serial_samples_per_s=serial, samples_per_s={})
+    found = _throughputs(job, most=min(most, _MOST_PLACES), device=device, mode=mode, batch=batch)
+    return Sizing(places=smallest_fast(found or {1: serial}), serial_samples_per_s=serial, samples_per_s=found)
+
+
+def smallest_fast(samples_per_s: Mapping[int, float]) -> int:
+    """The smallest size that is within 10% of the fastest; unlike the first knee it forgives one bad measurement."""
+    enough = max(samples_per_s.values()) / _GAIN
+    return min(size for size, rate in samples_per_s.items() if rate >= enough)
+
+
+def _throughputs(job: Job, *, most: int, device: torch.device, mode: Execution, batch: int | None) -> dict[int, float]:
+    """Samples/s by size: doubled until two in a row do not bring 10% more, or memory ends."""
     trial_array = TrialArray(device=device, mode=mode, batch=batch)
+    samples = batch or job.batch
     found: dict[int, float] = {}
-    most = min(most, _MOST_PLACES)
-    size, peaks = 1, [0, 0]
-    while size <= most:
+    size, in_vain, peaks = 1, 0, [0, 0]
+    while True:
         try:
             while len(trial_array.numbers) < size:
                 trial_array.place(len(trial_array.numbers), job, job.build_model(), None)
-            found[size] = size * samples / _array_step_s(trial_array)
+            rate = size * samples / _array_step_s(trial_array)
         except torch.OutOfMemoryError:
-            break
+            return found
+        in_vain = 0 if rate >= _GAIN * max(found.values(), default=0.0) else in_vain + 1
+        found[size] = rate
         if size <= 2:
             peaks[size - 1] = _peak_bytes(trial_array, samples, size)
         if size == 2:
             most = min(most, array_size(one_bytes=peaks[0], two_bytes=peaks[1], memory_bytes=_memory_bytes(device)))
-        if knee(found, gain=_GAIN) != size or size == most:
-            break
+        if in_vain == 2 or size >= most:
+            return found
         size = min(2 * size, most)
-    return Sizing(places=knee(found or {1: serial}, gain=_GAIN), serial_samples_per_s=serial, samples_per_s=found)
 
 
 def _serial_step_s(job: Job, device: torch.device, samples: int) -> float:
@@ -97,14 +110,17 @@ def _array_step_s(trial_array: TrialArray) -> float:
 
 def _step_s(train: Callable[[], object], device: torch.device) -> float:
     """Seconds a step, the smallest of a few: what else the machine does only ever adds."""
+    train()  # chooses lowerings, records graphs
     times_s: list[float] = []
-    while len(times_s) <= _REPEATS and (len(times_s) < 2 or sum(times_s) * _STEPS < _ENOUGH_S):
+    while not times_s or (len(times_s) < _REPEATS and sum(times_s) < _ENOUGH_S):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         begin = time.perf_counter()
         train()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times_s.append((time.perf_counter() - begin) / _STEPS)
-    return min(times_s[1:])
+        times_s.append(time.perf_counter() - begin)
+    return min(times_s) / _STEPS
 
 
 def _peak_bytes(trial_array: TrialArray, samples: int, size: int) -> int:

@@ -6,10 +6,11 @@
 The main flow: check the space, measure the array size, write the run folder, run, export.
 """
 
+import contextlib
 import datetime
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,6 +45,7 @@ def sweep(
     array_size: int | None = None,
     mode: Execution = "fastest",
     device: str = "cpu",
+    threads: int | None = None,
     batch: int | None = None,
     keep_all: bool = False,
     checkpoint_every_s: float = 30.0,
@@ -55,8 +57,8 @@ def sweep(
 
     `job` is `"job.py"`, `"zoo:NAME"` or a function that returns a Job; `space` says which values its arguments take:
     a list, a `Range`, or a text as `--set` takes it. `search` is grid, random, asha or optuna. `seed` is the search's;
-    a trial's own is its job's. `array_size` is measured unless given. `resume` names a run folder to go on with: all
-    else is then as it was, and only a function must be passed again.
+    a trial's own is its job's. `array_size` is measured unless given; `threads` are torch's on the CPU. `resume` names
+    a run folder to go on with: all else is then as it was, and only a function must be passed again.
     """
     begin_s = time.perf_counter()
     if resume is not None:
@@ -67,12 +69,15 @@ def sweep(
     checked = checked_space(space or {}, builder.function, source=builder.source)
     if not checked.axes:
         raise RunError("there is nothing to search; give at least one --set name=a,b,c")
-    _check(steps, array_size, mode, device, batch)
+    _check(mode, device, {"steps": steps, "array-size": array_size, "batch": batch, "threads": threads})
     count = number_of_trials(search, checked, trials)
     setting = SearchSetting(space=checked, num_trials=count, steps=steps, seed=seed, eta=eta, first_rung=first_rung)
     asked = make_search(search, setting)
     first = _first_job(builder, asked, count)
-    sizing = measure_sizing(first, most=count, places=array_size, device=torch.device(device), mode=mode, batch=batch)
+    with _threads(threads):
+        sizing = measure_sizing(
+            first, most=count, places=array_size, device=torch.device(device), mode=mode, batch=batch
+        )
     path = Path(run_folder) if run_folder is not None else new_run_path(f"{builder.name}-sweep", Path("runs"))
     folder = SweepFolder.create(path)
     record = SweepRecord(
@@ -87,6 +92,7 @@ def sweep(
         first_rung=first_rung,
         mode=mode,
         device=device,
+        threads=threads or torch.get_num_threads(),
         batch=batch,
         keep_all=keep_all,
         objective=TRAINING if first.evaluation is None else HELD_OUT,
@@ -95,10 +101,11 @@ def sweep(
         versions={"burstpool": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
     record.save(folder.record)
-    floor = Floor(folder, record, builder)
-    floor.begin_s = begin_s
-    runner = Runner(floor, asked, checkpoint_every_s=checkpoint_every_s, observer=observer)
-    return write_outcome(folder, record, runner.run())
+    with _threads(record.threads):
+        floor = Floor(folder, record, builder)
+        floor.begin_s = begin_s
+        runner = Runner(floor, asked, checkpoint_every_s=checkpoint_every_s, observer=observer)
+        return write_outcome(folder, record, runner.run())
 
 
 def _resumed(
@@ -124,9 +131,21 @@ def _resumed(
         first_rung=record.first_rung,
     )
     search = make_search(record.search, setting)
-    floor = Floor(folder, record, builder)
-    runner = Runner(floor, search, checkpoint_every_s=checkpoint_every_s, observer=observer)
-    return write_outcome(folder, record, runner.run())
+    with _threads(record.threads):
+        runner = Runner(
+            Floor(folder, record, builder), search, checkpoint_every_s=checkpoint_every_s, observer=observer
+        )
+        return write_outcome(folder, record, runner.run())
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _builder(job: str | Path | Callable[..., Any]) -> Builder:
@@ -152,8 +171,8 @@ def _first_job(builder: Builder, search: Search, count: int) -> Any:
     raise RunError(f"no trial of {builder.source} can be made; the first fails: {reason}")
 
 
-def _check(steps: int, array_size: int | None, mode: str, device: str, batch: int | None) -> None:
-    for name, value in (("steps", steps), ("array-size", array_size), ("batch", batch)):
+def _check(mode: str, device: str, counts: Mapping[str, int | None]) -> None:
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise RunError(f"--{name} {value} must be at least 1")
     if mode not in get_args(Execution):
