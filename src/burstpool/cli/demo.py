@@ -22,7 +22,7 @@ STEPS = (
     Step(title="{job}: an unmodified nn.Module, traced into layers", tell=trace_model),
     Step(title="Each layer measured on one core of this machine", tell=measure_layers),
     Step(title="A burst plan for {num_devices} workers, trained beside data parallelism", tell=plan_and_train),
-    Step(title=f"{NUM_TRIALS} settings of a small model swept as one, the best third going on", tell=sweep_many),
+    Step(title=f"{NUM_TRIALS} settings of a small model, those of one width trained as one", tell=sweep_many),
 )
 _MODEL = "zoo:tiny_vgg"
 _MODEL_SETTINGS = {"width": 64, "batch": 16}

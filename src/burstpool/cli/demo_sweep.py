@@ -1,4 +1,4 @@
-"""A step of the demo: many settings of a small model trained as one fused array, most of them stopped early."""
+"""A step of the demo: many settings of a small model, those of one width trained as one fused array."""
 
 from burstpool.cli.demo_story import Story
 
@@ -6,17 +6,18 @@ NUM_TRIALS = 64
 
 
 def sweep_many(story: Story) -> None:
-    """Successive halving over the handwritten digits."""
+    """Over the handwritten digits."""
     from burstpool.cli.sweep import live_table, show_result
     from burstpool.sweeping.sweep import sweep
 
     with live_table() as observer:
         result = sweep(
             "zoo:tiny_mlp",
-            {"lr": "log:1e-3..1e0", "dropout": [0.0, 0.1, 0.2]},
-            search="asha",
+            {"lr": "log:1e-3..1e0", "width": [32, 64]},
+            search="random",
             trials=NUM_TRIALS,
-            steps=400,
+            steps=200,
+            threads=1,
             run_folder=story.folder / "sweep",
             observer=observer,
         )

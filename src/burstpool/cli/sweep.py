@@ -175,10 +175,12 @@ def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_RO
         f"{result.best.value:.4g}"
     )
     console.print(line, markup=False, highlight=False)
+    trained, whole = sum(trial.step for trial in result.trials), len(result.trials) * result.record.steps
+    arrays = f"{result.state.num_arrays} array{'s' if result.state.num_arrays > 1 else ''}"
     console.print(
-        f"{len(result.trials)} trials in {result.state.num_arrays} arrays of up to {result.record.sizing.places}, "
-        f"{seconds(result.state.wall_time_s)}: {result.samples_per_s:,.0f} samples/s, {result.speed_up:.1f}× one after "
-        "another (estimated)",
+        f"{len(result.trials)} trials in {arrays} of up to {result.record.sizing.places}, "
+        f"{trained:,} of {whole:,} steps in {seconds(result.state.wall_time_s)}: {result.samples_per_s:,.0f} samples/s, "
+        f"{result.speed_up:.1f}× one after another (estimated)",
         highlight=False,
     )
     for trials, reason in apart(result.state)[:_MOST_REASONS]:
