@@ -179,8 +179,8 @@ def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_RO
     arrays = f"{result.state.num_arrays} array{'s' if result.state.num_arrays > 1 else ''}"
     console.print(
         f"{len(result.trials)} trials in {arrays} of up to {result.record.sizing.places}, "
-        f"{trained:,} of {whole:,} steps in {seconds(result.state.wall_time_s)}: {result.samples_per_s:,.0f} samples/s, "
-        f"{result.speed_up:.1f}× one after another (estimated)",
+        f"{trained:,} of {whole:,} steps in {seconds(result.state.wall_time_s)}: "
+        f"{result.samples_per_s:,.0f} samples/s, {result.speed_up:.1f}× one after another (estimated)",
         highlight=False,
     )
     for trials, reason in apart(result.state)[:_MOST_REASONS]:
