@@ -4,6 +4,7 @@ flow.svg      from a job to a report, by hand
 timeline.svg  a predicted step of a burst plan on four devices, by the planner and the simulator
 skyline.svg   the same plan: devices a block
 sweep.svg     training losses of 64 trials of `examples/digits_mlp.py` by ASHA, trained when the picture is drawn
+sharing.svg   the same step, its gaps filled with slices of a background job
 
 The plan is of VGG-16, batch 16, on four H200 that NVLink joins, from the profile in `benchmarks/burst/profiles`.
 """
@@ -11,6 +12,7 @@ The plan is of VGG-16, batch 16, on four H200 that NVLink joins, from the profil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import burstpool
@@ -29,9 +31,10 @@ from burstpool.report.draw_timeline import WIDTH, timeline_picture
 from burstpool.report.overlay import overlay
 from burstpool.report.svg import element, label, path, picture, rect, standalone
 from burstpool.report.sweep_curves import curves_picture, trial_curves
-from burstpool.report.timeline import Timeline
+from burstpool.report.timeline import Event, Timeline
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
+from burstpool.share.predict import device_gaps
 from burstpool.sweeping.folder import SweepFolder
 from burstpool.sweeping.outcome import sweep_contents
 
@@ -59,6 +62,30 @@ def timeline_svg(plan: Plan, timeline: Timeline) -> str:
     shown = overlay([timeline])
     assert shown is not None
     caption = f"{plan.model}, batch {plan.batch}, on {plan.num_devices} devices: a predicted step of a burst plan"
+    drawn, height = timeline_picture(shown, caption=caption, legend=True)
+    return standalone(drawn, width=WIDTH, height=height)
+
+
+def sharing_svg(plan: Plan, timeline: Timeline) -> str:
+    """The same step with a background job in the gaps that may be used, in slices of a fortieth of the step."""
+    slice_s = timeline.step_time_s / 40
+    slices = [
+        Event(
+            device=device,
+            lane="background",
+            kind="background",
+            block="background",
+            start_s=start_s + count * slice_s,
+            stop_s=start_s + (count + 0.9) * slice_s,
+        )
+        for device, spans in enumerate(timeline.gaps())
+        for (start_s, stop_s), gap in zip(spans, device_gaps(timeline, device), strict=True)
+        for count in range(0 if gap.reduces else int((stop_s - start_s) / slice_s))
+    ]
+    events = tuple(sorted((*timeline.events, *slices), key=lambda event: event.start_s))
+    shown = overlay([replace(timeline, events=events)])
+    assert shown is not None
+    caption = f"{plan.model} in the foreground, slices of a background job in the gaps it leaves"
     drawn, height = timeline_picture(shown, caption=caption, legend=True)
     return standalone(drawn, width=WIDTH, height=height)
 
@@ -149,7 +176,9 @@ def _left(x: float, y: float) -> tuple[float, float]:
 def main(folder: Path = PICTURES) -> None:
     """Writes all of them."""
     plan, timeline = burst_example()
-    drawn = {"flow": flow_svg(), "timeline": timeline_svg(plan, timeline), "skyline": skyline_svg(plan, timeline)}
+    drawn = {"flow": flow_svg()}
+    drawn |= {"timeline": timeline_svg(plan, timeline), "skyline": skyline_svg(plan, timeline)}
+    drawn |= {"sharing": sharing_svg(plan, timeline)}
     drawn["sweep"] = sweep_svg()
     for name, text in drawn.items():
         print(write_whole(folder / f"{name}.svg", text))

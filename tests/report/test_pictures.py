@@ -36,7 +36,7 @@ def test_the_burst_plan_leaves_gaps_and_narrows(script: dict[str, Any]) -> None:
     assert len(list(root.iter(TITLE))) == len(timeline.events)
 
 
-@pytest.mark.parametrize("name", ["flow", "timeline", "skyline"])
+@pytest.mark.parametrize("name", ["flow", "timeline", "skyline", "sharing"])
 def test_pictures_are_whole_and_load_nothing(name: str) -> None:
     text = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
     ElementTree.fromstring(text)

@@ -18,7 +18,18 @@ JOBS = str(Path(__file__).with_name("share_jobs.py"))
 
 
 def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["share", JOBS, "--with", f"{JOBS} lr=0.1,0.01", "--steps", "60", "--slowdown", "1.2", "--json"]
+    words = [
+        "share",
+        JOBS,
+        "--with",
+        f"{JOBS} lr=0.1,0.01",
+        "--steps",
+        "60",
+        "--slowdown",
+        "1.2",
+        "--json",
+        "--no-lowest-priority",
+    ]
     assert run([*words, "--run-folder", str(tmp_path / "run")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == len(found["losses"]) == 60

@@ -14,6 +14,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +49,9 @@ def share(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     memory: Annotated[float | None, typer.Option(help="MiB that each background job may allocate.")] = None,
+    lowest_priority: Annotated[
+        bool, typer.Option(help="On CPU: background jobs run only where nothing else wants to.")
+    ] = True,
     run_folder: Annotated[Path | None, typer.Option(help="Where to write; runs/NAME-TIME if left out.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as one JSON object.")] = False,
 ) -> None:
@@ -64,13 +68,13 @@ def share(
     given = parse_settings(settings or [])
     job = load_job(foreground, given)
     found, inputs = _plan(job, plan, devices, batch)
-    chosen = spread([background(words, memory) for words in backgrounds], len(found.devices))
+    wanted = [replace(background(words, memory), lowest_priority=lowest_priority) for words in backgrounds]
     request = ShareRequest(
         foreground=foreground,
         settings=given,
         plan=found,
         steps=steps,
-        backgrounds=tuple(chosen),
+        backgrounds=tuple(spread(wanted, len(found.devices))),
         budget=budget,
         options=RunOptions(device="cuda" if device == "cuda" else "cpu"),
         run_folder=run_folder or new_run_path(job.name, Path("runs")),
@@ -102,8 +106,6 @@ def background(words: str, memory_mib: float | None = None) -> "Background":
 
 def spread(backgrounds: "list[Background]", num_devices: int) -> "list[Background]":
     """With one array for several devices, each of them gets an array of its own with a part of the members."""
-    from dataclasses import replace
-
     if len(backgrounds) != 1 or num_devices == 1 or len(backgrounds[0].settings) < num_devices:
         return backgrounds
     members = backgrounds[0].settings

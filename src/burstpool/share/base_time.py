@@ -82,9 +82,10 @@ class BaseTime:
         """Of the steps alone."""
         self.noise = max(_spread(ordered) / self.median_s, _FLOOR) if count >= 3 else 0.02
         """Standard deviation of a step, relative to it; hiccups do not count."""
-        low, high = self.median_s * (1 - 4 * self.noise), self.median_s * (1 + 4 * self.noise)
+        usual = 4 * self.noise
+        low, high = self.median_s * (1 - usual), self.median_s * (1 + (max(usual, 0.5) if count >= 20 else usual))
         self.mean_s = sum(min(max(x, low), high) for x in ordered) / count if count else 0.0
-        """Mean with hiccups cut: a skewed foreground has a mean above its median."""
+        """Mean with hiccups cut, the less the more steps are known: a skewed foreground has a mean above its median."""
         self.error = 1.25 * self.noise / math.sqrt(count) if count >= self._enough else 1.25 * self.noise
         """Standard error of the median, relative to it."""
         place = 0.95 * (count - 1)

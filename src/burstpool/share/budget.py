@@ -35,7 +35,7 @@ _MOST_DEBT = 30
 _CATCH_UP = 1.25
 """How much more than an even share a step may spend to catch up: spread evenly, never in bursts."""
 _GROWTH = 1.5
-"""How much more work than before the next step may get: costs are known only for what was tried."""
+"""How much more work than lately the next step may get: costs are known only for what was tried."""
 _MEMORY = 0.95
 """What a cost keeps of what it knew a step ago."""
 _LEAST_COST, _MOST_COST = 0.02, 50.0
@@ -194,7 +194,7 @@ class Controller:
         self._residuals: deque[float] = deque(maxlen=_SURPRISES)
         self._usual_residual = 0.02
         self._patience, self._calm = 10, 0
-        self._last_work = room
+        self._tried_work = room
         self.allowance = self._decide()
 
     @property
@@ -234,7 +234,8 @@ class Controller:
         added = min(max(ratio - 1, -0.5), 1.0)  # one hiccup says little of the cost; the debt counts it in full
         if overlapped > 0:
             self.overlap_cost.learn(added - self.gap_cost.value * in_gaps, overlapped)
-            self._last_work = max(overlapped, 0.1 * (self.budget.slowdown - 1))
+            # Not the last step's alone: with slices of some length, a step may well get none.
+            self._tried_work = max(overlapped, _MEMORY * self._tried_work, 0.1 * (self.budget.slowdown - 1))
         else:
             self.gap_cost.learn(added, in_gaps)
             self._gaps_only_left = max(self._gaps_only_left - 1, 0)
@@ -304,7 +305,7 @@ class Controller:
         waiting_s = math.inf if gap_cost <= _LEAST_COST else extra_s / gap_cost
         gaps_s = self._share_among_gaps(waiting_s)
         left_s = max(extra_s - gap_cost * sum(gaps_s), 0.0)
-        overlapped_s = min(left_s / self.overlap_cost.value, _GROWTH * self._last_work * alone_s, aim * alone_s)
+        overlapped_s = min(left_s / self.overlap_cost.value, _GROWTH * self._tried_work * alone_s, aim * alone_s)
         return Allowance(
             alone=False,
             overlapped_s=0.0 if self._gaps_only_left else overlapped_s,
