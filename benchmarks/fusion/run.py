@@ -37,9 +37,9 @@ from workloads import CPU_WORKLOADS, WORKLOADS, Task, task
 
 PARTS = {
     "ours": ("serial_eager", "ours"),
-    "compiled": ("serial_compiled", "vmap_compiled"),
-    "others": ("serial_graph", "streams", "vmap"),
     "hfta": ("hfta", "hfta_graph"),
+    "others": ("serial_graph", "streams", "vmap"),
+    "compiled": ("serial_compiled", "vmap_compiled"),
 }
 """Ways that run in one process, in order."""
 _AT_ONCE = 20

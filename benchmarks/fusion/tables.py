@@ -1,7 +1,13 @@
-"""Tables of the benchmark's rows: the best size of each way, and ratios; plain text and Markdown."""
+"""Tables of the benchmark's rows: the best size of each way, and ratios.
 
+python benchmarks/fusion/tables.py results.json [more.json]      one table of several runs, later ones first
+"""
+
+import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Rates = dict[str, dict[str, dict[str, Any]]]
@@ -56,3 +62,20 @@ def _summary(rates: Rates) -> Iterator[str]:
         for way, row in ways.items():
             if "samples_per_s" not in row:
                 yield f"{workload}, {way}: {row.get('error', '')}"
+
+
+def merged(files: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of several runs; where two measured the same workload and way, those of the later file."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for file in files:
+        new: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in json.loads(Path(file).read_text())["rows"]:
+            new.setdefault((row["workload"], row["way"]), []).append(row)
+        for key, rows in new.items():
+            if key not in found or any("samples_per_s" in row for row in rows):
+                found[key] = rows
+    return [row for rows in found.values() for row in rows]
+
+
+if __name__ == "__main__":
+    print(table(best_rates(merged(sys.argv[1:]))))

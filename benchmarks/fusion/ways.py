@@ -7,6 +7,7 @@ in one CUDA graph wherever it can be recorded. Ignores data loading: every step 
 """
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,9 @@ def _compile_kernels(task: Task) -> None:
     """Two members' step, recorded: compiles the kernels into their cache, without a turn on the GPU."""
     array = _fused(task, 2, "measured")
     RecordedStep(array, array.optimizers[0], task.job.loss, task.inputs, task.target, autocast=task.dtype)
+    del array
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 CPU_WAYS: dict[str, Callable[[Task, int], Made]] = {

@@ -49,12 +49,17 @@ class Choices:
 
     def __init__(self, device: torch.device) -> None:
         self.file = cache_file(device)
-        try:
-            self.times_s: dict[str, dict[str, float]] = json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            self.times_s = {}
+        self.times_s = self._read(self.file)
         self.measured = 0
         """How many were not on disk."""
+
+    @staticmethod
+    def _read(file: Path) -> dict[str, dict[str, float]]:
+        try:
+            found: dict[str, dict[str, float]] = json.loads(file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
 
     def best(self, key: str, candidates: Mapping[str, Callable[[], float]]) -> str:
         """The fastest candidate's name; measures those that were never measured."""
@@ -69,6 +74,8 @@ class Choices:
         if not self.measured:
             return
         try:
+            # What other processes have measured meanwhile stays.
+            self.times_s = {**Choices._read(self.file), **self.times_s}
             self.file.parent.mkdir(parents=True, exist_ok=True)
             part = self.file.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps(self.times_s))

@@ -144,6 +144,8 @@ class FusedOptimizer:
         self.buckets: list[Bucket] = []
         self.keeps_state = False
         """Whether a member that does not step must keep its state to the bit, not only its weights."""
+        self.recorded = False
+        """Whether steps are replayed from a graph, where a launch costs next to nothing."""
 
     @property
     def lr(self) -> list[float]:
@@ -169,7 +171,7 @@ class FusedOptimizer:
         bucket.step_M.add_(mask_M)
         # Reading the mask is free on a CPU; on a GPU it would stall every step.
         masked = mask_M.device.type != "cpu" or not bool(mask_M.all())
-        if self._has_kernel(bucket.keys[0]):
+        if self._has_kernel(bucket.keys[0], at_least=1 if self.recorded else _LARGE):
             from burstpool.fusion.kernels import update
 
             update.apply(type(self.proxies[0]), bucket, self.parameters, mask_M)
@@ -180,10 +182,10 @@ class FusedOptimizer:
         for name, old in before.items():
             bucket.slots[name].copy_(torch.where(mask_M.unsqueeze(1), bucket.slots[name], old))
 
-    def _has_kernel(self, key: str) -> bool:
+    def _has_kernel(self, key: str, *, at_least: int) -> bool:
         """Whether one kernel updates the parameter: those so large that reading them takes longer than a launch."""
         parameter = self.parameters[key]
-        if parameter[0].numel() < _LARGE or parameter.dtype is not torch.float32 or not kernels.usable(parameter):
+        if parameter[0].numel() < at_least or parameter.dtype is not torch.float32 or not kernels.usable(parameter):
             return False
         from burstpool.fusion.kernels import update
 
@@ -210,7 +212,7 @@ class FusedOptimizer:
     def _add_buckets(self, keys: set[str]) -> None:
         for group, described in enumerate(self.settings.groups):
             mine = [key for key in described["keys"] if key in keys]
-            kinds = {key: (self.parameters[key].dtype, self._has_kernel(key)) for key in mine}
+            kinds = {key: (self.parameters[key].dtype, self._has_kernel(key, at_least=_LARGE)) for key in mine}
             for kind in dict.fromkeys(kinds.values()):
                 same = [key for key in mine if kinds[key] == kind]
                 step_M = torch.zeros(len(self.active), dtype=torch.float64, device=self.active.device)

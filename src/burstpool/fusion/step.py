@@ -20,8 +20,8 @@ from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 
-_WARM_UP = 2
-"""Steps before recording, after a first one: torch's libraries choose their kernels in them."""
+_WARM_UP = 3
+"""Steps before recording: lowerings are chosen in them, and torch's libraries choose their kernels."""
 
 
 class RecordedStep:
@@ -81,7 +81,8 @@ class RecordedStep:
         if not isinstance(self.optimizer, FusedOptimizer):
             raise FusionError(f"{type(self.optimizer.proxies[0]).__name__} has no formula here and cannot be recorded")
         before = torch.backends.cudnn.benchmark
-        self.array.recording = True
+        # Shapes stay, so cuDNN may choose by trying; before our own lowerings are compared, as it changes their order.
+        self.array.recording, torch.backends.cudnn.benchmark = True, True
         try:
             self._warm_up_and_capture()
         finally:
@@ -90,12 +91,11 @@ class RecordedStep:
     def _warm_up_and_capture(self) -> None:
         saved = self.array.state_dict()
         inputs, targets = self._static
+        assert isinstance(self.optimizer, FusedOptimizer)
+        self.optimizer.recorded = True
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(inputs, targets)
-            # Shapes stay, so cuDNN may choose by trying; only now, as our own lowerings are chosen.
-            torch.backends.cudnn.benchmark = True
             for _ in range(_WARM_UP):
                 self._step(inputs, targets)
         torch.cuda.current_stream().wait_stream(side)

@@ -58,7 +58,7 @@ def _rule(call: Call) -> Lowered | None:
     if transposed:
         return _lowered_transposed(call, convolution, batched)
     device, geometry = call.tensor(x).device.type, window(call)
-    ways = _ways(convolution, batched, rank, device)
+    ways = _ways(convolution, batched, rank, device, depthwise=call.tensor(weight).shape[1] == 1)
     why = "members as groups of one convolution"
     if not batched and call["groups"] == 1:
         ways = {"": _shared(convolution, None)}
@@ -70,19 +70,22 @@ def _rule(call: Call) -> Lowered | None:
     if geometry is None or call["groups"] != 1:
         return Lowered(kernel=ways.pop(""), why=why, others=ways)
     if geometry.is_covering and batched:
-        ways = {"": covering_product(geometry, batched), "grouped": ways.pop(""), **ways}
-        why = "the kernel covers the map: one batched product"
+        product, words = covering_product(geometry, batched), "the kernel covers the map: one batched product"
     elif geometry.is_point:
-        product = point_product(geometry, batched)
-        # One dimension of space has no format with channels last; on a GPU the product keeps them so all the same.
-        first = device == "cuda" and rank == 3
-        ways = {"": product, "grouped": ways.pop(""), **ways} if first else {**ways, "product": product}
-    return Lowered(kernel=ways.pop(""), why=why, others=ways)
+        product, words = point_product(geometry, batched), "a kernel of one point: one product"
+    else:
+        return Lowered(kernel=ways.pop(""), why=why, others=ways)
+    if device == "cuda":
+        # Never slower on an H200 by more than noise, and measuring cuDNN's ways costs tenths of a second a layer.
+        return Lowered(kernel=product, why=words)
+    if geometry.is_covering and batched:
+        return Lowered(kernel=product, why=words, others={"grouped": ways.pop(""), **ways})
+    return Lowered(kernel=ways.pop(""), why=why, others={**ways, "product": product})
 
 
 def _lowered_transposed(call: Call, convolution: _Convolution, batched: bool) -> Lowered:
     x, weight = (call.tensor(name) for name in list(call.arguments)[:2])
-    ways = _ways(convolution, batched, weight.dim(), x.device.type)
+    ways = _ways(convolution, batched, weight.dim(), x.device.type, depthwise=False)
     plain = all(v in (0, 1) for name in ("padding", "output_padding", "dilation") for v in call[name])
     plain = plain and not any((*call["padding"], *call["output_padding"])) and call["groups"] == 1
     if plain and all(size == 1 for size in x.shape[2:]):
@@ -91,11 +94,13 @@ def _lowered_transposed(call: Call, convolution: _Convolution, batched: bool) ->
     return Lowered(kernel=ways.pop(""), why="members as groups of one convolution", others=ways)
 
 
-def _ways(convolution: _Convolution, batched: bool, rank: int, device: str) -> dict[str, Kernel]:
+def _ways(convolution: _Convolution, batched: bool, rank: int, device: str, *, depthwise: bool) -> dict[str, Kernel]:
     """The general lowerings; the first is the rule's own choice."""
     ways: dict[str, Kernel] = {"": _grouped(convolution, batched, None)}
     if rank in _LAST:
         ways["channels_last"] = _grouped(convolution, batched, _LAST[rank])
+    if device == "cuda" and depthwise:
+        return ways  # members' channels side by side are what the kernels are made for
     if device == "cuda" and rank in _LAST:
         return {**ways, "streams": _loop(convolution, batched, _LAST[rank])}
     return {**ways, "loop": _loop(convolution, batched, None)}
