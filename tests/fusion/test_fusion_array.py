@@ -601,3 +601,14 @@ def test_bad_input_is_refused_with_the_member_and_the_difference() -> None:
     for call, message in cases:
         with pytest.raises(FusionError, match=message):
             call()
+
+
+def test_a_copied_graph_keeps_its_names_also_that_of_an_input_called_input() -> None:
+    """`verify` finds inputs by name; copying a node called as one of Python's functions renames it."""
+    from burstpool.fusion.double import doubled_mode
+
+    mode = fuse([nn.Sequential(nn.Linear(3, 2))], torch.randn(2, 3)).mode
+    given = next(node for node in mode.capture.graph.nodes if node.name in mode.capture.inputs)
+    given.name = "input"
+    copied = doubled_mode(mode).capture.graph
+    assert [node.name for node in copied.nodes] == [node.name for node in mode.capture.graph.nodes]

@@ -1,12 +1,19 @@
 """Every operator family: fused gives each member the result, the gradients and the buffers it has alone."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from fusion_alone import assert_same_step
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from burstpool.fusion import fuse
+from burstpool.fusion.rules import RULES, norms
+from burstpool.fusion.rules.window import _touched
 
 pytestmark = pytest.mark.filterwarnings("ignore:dropout2d. Received a 2-D input")
 
@@ -51,6 +58,91 @@ CONVOLUTIONS = {
     "transposed 2d groups": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, dilation=2), 2),
     "transposed 3d": (lambda: nn.ConvTranspose3d(4, 2, 2), 3),
 }
+
+
+SMALL_MAPS = {
+    "one point under 3 by 3": (lambda: nn.Conv2d(4, 6, 3, padding=1), 1),
+    "two points, stride 2": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), 2),
+    "two points under 5 by 5": (lambda: nn.Conv2d(4, 6, 5, padding=2), 2),
+    "the whole map": (lambda: nn.Conv2d(4, 6, 4), 4),
+    "the whole map, dilated": (lambda: nn.Conv2d(4, 6, 2, dilation=3), 4),
+    "a point with a stride": (lambda: nn.Conv2d(4, 6, 1, stride=2, bias=False), 5),
+    "depthwise on one point": (lambda: nn.Conv2d(4, 4, 5, padding=2, groups=4), 1),
+    "a transposed point": (lambda: nn.ConvTranspose2d(4, 6, 4), 1),
+    "a transposed point with a stride": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), 1),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_MAPS)
+def test_convolution_of_a_small_map_gives_each_member_its_own(name: str) -> None:
+    make, size = SMALL_MAPS[name]
+    # The second convolution's input is each member's own, of the size that matters.
+    model = lambda seed: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh(), make())  # noqa: E731
+    assert_same_step(model, image(4, size), lowerings=("", "channels_last", "loop", "product", "grouped"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 5])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_cropped_kernel_gives_the_same_results(size: int, kernel: int, stride: int) -> None:
+    for padding, dilation in itertools.product((0, 1, 2), (1, 2)):
+        if size + 2 * padding >= dilation * (kernel - 1) + 1:  # torch refuses others
+            check_cropped(size, kernel, stride, padding, dilation)
+
+
+def check_cropped(size: int, kernel: int, stride: int, padding: int, dilation: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, size, dtype=torch.float64), torch.randn(4, 3, kernel, dtype=torch.float64)
+    wanted = F.conv1d(x, weight, None, stride, padding, dilation)
+    start, taps, left, out = _touched(size, kernel, stride, padding, dilation)
+    found = F.conv1d(x, weight[..., start : start + taps], None, stride, left, dilation)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert out == wanted.shape[2]
+
+
+class Chains(nn.Module):
+    """Batch norm with all that may follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3 if i == 0 else 6, 6, 3, padding=1) for i in range(5)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(6) for _ in range(5)])
+        self.head, self.last = nn.Linear(54, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [lambda x, i=i: self.norms[i](self.layers[i](x)) for i in range(5)]
+        x = parts[0](x).relu_()
+        y = F.leaky_relu(parts[1](x), 0.1)
+        y = parts[2](y)
+        y += x
+        y = F.relu(y, inplace=True)
+        z = F.relu(parts[3](y) + parts[4](y))
+        return F.hardswish(self.last(self.head(z.flatten(1))))
+
+
+def test_chains_that_were_merged_do_what_their_operators_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the chains run apart; what they are made of, and the bias that goes along, is the same."""
+    monkeypatch.setitem(RULES, torch.ops.aten.batch_norm, offering_the_kernel)
+    results = []
+    for merges in (False, True):
+        torch.manual_seed(0)
+        models = [Chains().double() for _ in range(3)]
+        array = fuse(models, image(3, 3))
+        plan = array.mode.plan(frozenset())
+        if merges:
+            count = len(plan.steps)
+            plan.merge()
+            assert len(plan.steps) == count - 7
+        losses = array.losses(image(3, 3), lambda out: out.square().mean())
+        losses.sum().backward()
+        results.append([losses.detach(), *(p.grad for p in array.parameters()), *array.state.buffers.values()])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def offering_the_kernel(call: Any) -> Any:
+    lowered = norms._folded_norm(call)
+    return lowered and dataclasses.replace(lowered, others={**lowered.others, "kernel": lowered.kernel})
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

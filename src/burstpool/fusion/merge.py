@@ -142,7 +142,7 @@ def _residual(step: Step, norm: fx.Node, by_node: dict[fx.Node, Step]) -> fx.Nod
 
 
 def _follows(step: Step, summed: bool) -> bool:
-    name = _ACTIVATIONS.get(step.node.target)  # type: ignore[arg-type]
+    name = _ACTIVATIONS.get(step.node.target)  # type: ignore[call-overload]
     if name is None or any(isinstance(a, PerMember) for a in step.arguments):
         return False
     return not summed or name in _BY_SIGN

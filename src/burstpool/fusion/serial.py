@@ -4,6 +4,7 @@ The captured operators of each member on its own slices, with its own numbers an
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ def run_serially(
     """
     rows = member_values(mode, run.members, values, batched)[:only]
     # A member's stream takes the place of torch's own only where numbers are drawn: a recording allows no change of it.
-    work = [lambda i=i, row=row: alone(mode, i, row) for i, row in enumerate(rows)]  # type: ignore[misc]
+    work: list[Callable[[], list[Any]]] = [partial(alone, mode, i, row) for i, row in enumerate(rows)]
     drawing = draws(mode)
     if drawing:
-        work = [lambda i=i, one=one: run.streams.drawing(i, one) for i, one in enumerate(work)]  # type: ignore[misc]
+        work = [partial(run.streams.drawing, i, one) for i, one in enumerate(work)]
     if concurrent and not drawing:
         return joined(side_by_side(work, run.streams.device))  # type: ignore[no-any-return]
     return joined([one() for one in work])  # type: ignore[no-any-return]

@@ -53,7 +53,7 @@ def timed_recorded(
 def _side(device: torch.device) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
-    return stream  # type: ignore[no-any-return]
+    return stream
 
 
 @contextlib.contextmanager
@@ -71,11 +71,11 @@ def _replayed(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
     times: list[float] = []
     for _ in range(_REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()  # type: ignore[no-untyped-call]
+        start.record()
         graph.replay()
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
         torch.cuda.synchronize(device)
-        times.append(start.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
+        times.append(start.elapsed_time(end) / 1e3)
         if times[-1] > _SLOW_S and len(times) > 1:
             break
     return min(times)

@@ -84,7 +84,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _block(classes: int) -> int:
-    return min(_BLOCK, max(128, triton.next_power_of_2(classes)))
+    return min(_BLOCK, max(128, int(triton.next_power_of_2(classes))))
 
 
 def cross_entropy(x_RC: Tensor, target_R: Tensor, ignored: int, smoothing: float) -> Tensor:

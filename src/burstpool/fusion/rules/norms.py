@@ -42,7 +42,7 @@ def _folded_norm(call: Call) -> Lowered | None:
 def _in_one(otherwise: Kernel) -> Kernel:
     def kernel(run: Run, *arguments: Any) -> Tensor:
         y = norm_in_one(arguments)
-        return otherwise(run, *arguments) if y is None else y  # type: ignore[no-any-return]
+        return otherwise(run, *arguments) if y is None else y
 
     return kernel
 
@@ -69,7 +69,7 @@ def norm_in_one(
         return None
     state = (weight, bias, mean, var)
     y = batch_norm(rows, others, offset, state, momentum=momentum, eps=eps, activation=activation, slope=slope)
-    return y.unflatten(1, (x.shape[1], *x.shape[3:])).movedim(-1, 2)
+    return y.view(*x.shape[:2], *x.shape[3:], -1).movedim(-1, 2)
 
 
 def _has_formula(call: Call) -> bool:

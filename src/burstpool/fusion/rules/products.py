@@ -75,10 +75,10 @@ def point_product(window: Window, batched: bool) -> Kernel:
         if batched:
             y_MPO: Tensor = _PointProduct.apply(rows, w_MOC)  # type: ignore[no-untyped-call]
         else:
-            y_MPO = (rows @ w_MOC.flatten(0, 1).t()).unflatten(1, (run.members, -1)).transpose(0, 1)
+            y_MPO = (rows @ w_MOC.flatten(0, 1).t()).view(len(rows), run.members, -1).transpose(0, 1)
         if b_MO is not None:
             y_MPO = y_MPO + b_MO.unsqueeze(1).to(dtype)
-        return y_MPO.unflatten(1, (samples, *space)).movedim(-1, 2)
+        return y_MPO.view(run.members, samples, *space, -1).movedim(-1, 2)
 
     return kernel
 
@@ -106,7 +106,7 @@ def spreading_product(batched: bool) -> Kernel:
         members, _, out_channels, *space = w_MCO.shape[:2] + w_MCO.shape[2:]
         w_MCK = w_MCO.movedim(2, -1).flatten(2)
         y_MNK = _product(x_MNC, w_MCK, None)
-        y = y_MNK.unflatten(2, (*space, out_channels)).movedim(-1, 2)
+        y = y_MNK.view(*y_MNK.shape[:2], *space, out_channels).movedim(-1, 2)
         return y if b_MO is None else y + b_MO.view(members, 1, -1, *[1] * len(space)).to(y.dtype)
 
     return kernel
