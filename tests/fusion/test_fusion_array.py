@@ -612,3 +612,19 @@ def test_a_copied_graph_keeps_its_names_also_that_of_an_input_called_input() -> 
     given.name = "input"
     copied = doubled_mode(mode).capture.graph
     assert [node.name for node in copied.nodes] == [node.name for node in mode.capture.graph.nodes]
+
+
+def test_verify_takes_a_region_with_its_own_setting_as_a_whole() -> None:
+    """Rotary embeddings of today's language models switch autocast off around what still passes gradients on."""
+
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                turned = (x * self.weight).sin().cumsum(1)
+            return turned * self.weight
+
+    fuse([Region() for _ in range(2)], torch.randn(4, 3), verify=True)
