@@ -76,7 +76,7 @@ def _rule(call: Call) -> Lowered | None:
     else:
         return Lowered(kernel=ways.pop(""), why=why, others=ways)
     if device == "cuda":
-        # Never slower on an H200 by more than noise, and measuring cuDNN's ways costs tenths of a second a layer.
+        # Slower in 2 of 21 shapes on an H200 (docs/LOG.md); measuring cuDNN's ways costs tenths of a second a layer.
         return Lowered(kernel=product, why=words)
     if geometry.is_covering and batched:
         return Lowered(kernel=product, why=words, others={"grouped": ways.pop(""), **ways})
