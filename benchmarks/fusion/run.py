@@ -114,7 +114,8 @@ def measured(
                 row["peak_bytes"] = torch.cuda.max_memory_allocated()
             del step, ready
     except Exception as error:  # a way that cannot run is a result too
-        traceback.print_exc()
+        if on_device:  # for --log
+            traceback.print_exc()
         row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
     return row
 
