@@ -628,3 +628,18 @@ def test_verify_takes_a_region_with_its_own_setting_as_a_whole() -> None:
             return turned * self.weight
 
     fuse([Region() for _ in range(2)], torch.randn(4, 3), verify=True)
+
+
+def test_verify_does_not_compare_memory_that_nobody_has_written_yet() -> None:
+    """Stochastic depth draws into new memory."""
+
+    class Depth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = torch.empty(x.shape[0], 1, dtype=x.dtype).bernoulli_(0.5)
+            return x + self.linear(x) * kept
+
+    fuse([Depth() for _ in range(2)], torch.randn(4, 3), verify=True)
