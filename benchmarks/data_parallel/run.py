@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
+from burstpool.cluster.cores import claim_core
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine
 from burstpool.job import Job, load_job, model_arguments
@@ -82,6 +83,8 @@ def compare(place: Place, task: Task) -> list[dict[str, Any]]:
     """What every worker runs; rank 0's answer counts."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if task.device == "cpu":
+        claim_core(num_workers=place.num_workers)  # as the worker does; DDP gets the same core
     timeout = timedelta(seconds=_TIMEOUT_S)
     store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)
     if task.device == "cuda":

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from burstpool.cluster.cores import calm_gloo
 from burstpool.engine.base import Doing
 from burstpool.errors import RunError
 from burstpool.job import Job
@@ -71,9 +72,10 @@ def set_up(
         shared=list(holdings.shared),
         norm=_judges(plan, holdings, options),
     )
-    groups = make_groups(
-        needs, rank=seat.device, control=seat.control, backend=seat.backend, timeout_s=options.timeout_s
-    )
+    with calm_gloo():
+        groups = make_groups(
+            needs, rank=seat.device, control=seat.control, backend=seat.backend, timeout_s=options.timeout_s
+        )
     keep_only(traced.model, holdings.of(seat.device), seat.on)
     if seat.on.type == "cuda":
         # Graphs cannot be captured on the default stream, and what they use should have run on theirs before.

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from burstpool.cluster.cores import calm_gloo, claim_core
 from burstpool.engine.base import Place, phrase
 from burstpool.errors import RunError
 from burstpool.job import Job, load_job
@@ -184,18 +185,24 @@ def joined(place: Place, options: RunOptions) -> Iterator[Seat]:
     on, backend = _device(place, options)
     if place.host in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which may not resolve
-    timeout = timedelta(seconds=options.timeout_s)
-    if place.port:
-        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_workers, timeout=timeout)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)  # by the environment variables that torchrun sets
+    if options.device == "cpu" and torch.get_num_threads() == 1:
+        claim_core(num_workers=place.num_local)
+    with calm_gloo():
+        _meet(place, timedelta(seconds=options.timeout_s))
     try:
         control = dist.group.WORLD
         assert control is not None
         yield Seat(device=place.rank, on=on, backend=backend, control=control, doing=place.doing)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(place: Place, timeout: timedelta) -> None:
+    if place.port:
+        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_workers, timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)  # by the environment variables that torchrun sets
 
 
 def _device(place: Place, options: RunOptions) -> tuple[torch.device, Literal["gloo", "nccl"]]:

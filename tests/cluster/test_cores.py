@@ -1,0 +1,83 @@
+"""Cores of CPU workers: each its own, given back when a worker ends."""
+
+import multiprocessing
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from burstpool.cluster.cores import claim_core
+from burstpool.cluster.detect import num_cores
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="cores can be claimed on Linux only"),
+    pytest.mark.skipif(num_cores() < 2 or len(os.sched_getaffinity(0)) < 2, reason="needs two cores"),
+]
+
+
+def _claim(pipe: Connection, num_workers: int) -> None:
+    pipe.send((claim_core(num_workers=num_workers), os.sched_getaffinity(0)))
+    pipe.recv()
+
+
+def _claimed(*, num_processes: int, num_workers: int) -> list[tuple[int | None, set[int]]]:
+    """What processes that run at the same time get."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for _ in range(num_processes):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_claim, args=(theirs, num_workers), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    answers = [pipe.recv() for pipe in pipes]
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send("end")
+        process.join()
+    return answers
+
+
+def test_workers_at_the_same_time_get_different_cores_and_later_ones_get_them_again() -> None:
+    for _ in range(2):
+        claimed = _claimed(num_processes=2, num_workers=2)
+        cores = [core for core, _ in claimed]
+        assert None not in cores and len(set(cores)) == 2, claimed
+        assert [allowed for _, allowed in claimed] == [{core} for core in cores]
+
+
+@pytest.mark.parametrize("num_workers", [1, 1_000_000])
+def test_a_worker_alone_or_one_of_too_many_stays_free_to_move(num_workers: int) -> None:
+    ((core, allowed),) = _claimed(num_processes=1, num_workers=num_workers)
+    assert core is None and allowed == os.sched_getaffinity(0)
+
+
+def test_socket_threads_of_gloo_do_not_push_others_aside() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_policies, args=(theirs,), daemon=True)
+    process.start()
+    calm, wild = ours.recv()
+    process.join()
+    assert calm == [os.SCHED_BATCH]
+    assert wild == [os.SCHED_OTHER]
+
+
+def _policies(pipe: Connection) -> None:
+    import tempfile
+
+    import torch.distributed as dist
+
+    from burstpool.cluster.cores import _loops, calm_gloo
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    claim_core(num_workers=2)
+    with tempfile.TemporaryDirectory() as folder:
+        with calm_gloo():
+            dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+        calm = _loops()
+        dist.new_group([0])
+        wild = [thread for thread in _loops() if thread not in calm]
+        pipe.send(([os.sched_getscheduler(t) for t in calm], [os.sched_getscheduler(t) for t in wild]))
+        dist.destroy_process_group()
