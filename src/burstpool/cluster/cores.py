@@ -17,11 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-_TASKS = Path("/proc/self/task")
-_LOOP = "gloo_tcp_loop"
-"""How gloo calls the thread that reads and writes sockets."""
 _claims: list[socket.socket] = []
 """Held until the process ends."""
 
@@ -51,21 +47,17 @@ def claim_core(*, num_workers: int) -> int | None:
 
 @contextlib.contextmanager
 def calm_gloo() -> Iterator[None]:
-    """Has the socket threads of gloo that are started inside wait for their turn, if this process has its own core."""
+    """Has threads that are started inside wait for their turn when they wake, if this process has its own core.
+
+    They take the scheduling class over from the thread that starts them: looking for them afterwards would come too
+    early for some.
+    """
     if not _claims:
         yield
         return
-    before = set(_loops())
-    yield
-    for thread in set(_loops()) - before:
-        with contextlib.suppress(OSError):  # it may have ended
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _loops() -> list[int]:
-    found = []
-    for task in _TASKS.iterdir():
-        with contextlib.suppress(OSError):
-            if (task / "comm").read_text().strip() == _LOOP:
-                found.append(int(task.name))
-    return found
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, before, os.sched_param(0))
