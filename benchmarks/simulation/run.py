@@ -1,10 +1,14 @@
-"""How far is the simulator from what really happens? Predicted over measured step time, data parallelism on the CPU.
+"""How far is the simulator from what really happens? Predicted over measured step time on CPU workers.
 
-Measures this machine's cores and link, each model's layers, predicts the step, then trains and compares. Everything is
-measured just before, on the same machine; as many workers as cores, so that they do not share any. Bar: median error
-at most 10%, worst 20%, over at least 12 cases. One JSON line at the end.
+    python benchmarks/simulation/run.py                       all cases, about 5 minutes
+    python benchmarks/simulation/run.py --devices 1           a part of them, each under 3 minutes
+    python benchmarks/simulation/run.py --only lstm
 
-    python benchmarks/simulation/run.py [--steps 60]
+Measures the cores and their link; then, in rounds, profiles each model, predicts its step, trains, and notes the ratio.
+A prediction uses nothing of the run it predicts: only the link, and the profile taken just before. The case's error is
+that of the median ratio over the rounds, so that a disturbance that hits a profile or a run spoils one round. Plans are
+data parallelism, and ones that regroup: the middle of the model on two devices, its ends on one. At most as many
+workers as cores. Bar: median error at most 10%, worst 20%, over at least 12 cases. One JSON line at the end.
 """
 
 import argparse
@@ -12,60 +16,184 @@ import dataclasses
 import json
 import statistics
 import tempfile
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from burstpool import load_job
-from burstpool.cluster.detect import detect
+from burstpool.cluster.detect import detect, num_cores
 from burstpool.cluster.spec import ClusterSpec
+from burstpool.engine.base import Place
+from burstpool.engine.local import LocalEngine
+from burstpool.job import Job
+from burstpool.model.graph import LayerGraph
 from burstpool.plan import data
+from burstpool.plan.cost import CostModel
+from burstpool.plan.dataflow import dataflow
+from burstpool.plan.plan import Plan, PlannedBlock, even_shares
 from burstpool.profiling.measure import profile_job
+from burstpool.profiling.profile import Profile
 from burstpool.run.options import RunOptions
+from burstpool.run.progress import RunLog
 from burstpool.run.setup import trace_job
-from burstpool.run.trainer import train
+from burstpool.run.worker import Task, joined, train_at
+from burstpool.schedule.lower import lower
+from burstpool.schedule.simulate import predict
 
-MODELS = ("tiny_vgg", "tiny_resnet", "tiny_inception", "tiny_lstm", "tiny_transformer")
-DEVICES = (1, 2)
-BATCHES = (16, 64)
+_RUN_S = 0.8
+"""About how long a run lasts, by its prediction."""
+_LEAST_STEPS, _MOST_STEPS = 24, 120
+# Exchanges of batch norm and masks of the whole minibatch are not modelled: both local, as DDP has them.
+_OPTIONS = RunOptions(batch_norm="local", dropout="local", checkpoint_every=0, timeout_s=120)
 
 
-def case(name: str, cluster: ClusterSpec, batch: int, steps: int) -> dict[str, Any]:
-    """One model on one cluster at one batch."""
-    job = dataclasses.replace(load_job(f"zoo:{name}"), batch=batch)
-    share = batch // cluster.num_devices
-    profile = profile_job(job, batches=[share], use_cache=False)
-    plan = data.plan(profile, cluster, batch=batch, graph=trace_job(job).graph)
-    # Exchanges of batch norm and masks of the whole minibatch are not modelled: both local, as DDP has them.
-    options = RunOptions(batch_norm="local", dropout="local", checkpoint_every=0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, a batch and a kind of plan."""
+
+    model: str
+    batch: int
+    """Samples a step over all devices."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    regroup: bool = False
+    """Whether only the middle of the model runs on all devices."""
+
+    def __str__(self) -> str:
+        return f"{self.model}{' regrouped' if self.regroup else ''}"
+
+
+_TINY = ("tiny_vgg", "tiny_resnet", "tiny_inception", "tiny_lstm", "tiny_transformer")
+_GPT = {"width": 128, "layers": 4, "heads": 4, "vocabulary": 1000, "tokens": 64}
+CASES = (
+    *(Case(model=model, batch=batch) for model in _TINY for batch in (16, 64)),
+    Case(model="vgg16", batch=8, settings={"image_size": 32, "num_classes": 10, "width": 16}),
+    Case(model="gpt_small", batch=4, settings=_GPT),
+)
+REGROUPED = tuple(
+    Case(model=model, batch=64, regroup=True) for model in ("tiny_vgg", "tiny_resnet", "tiny_transformer")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the workers are told."""
+
+    cases: Sequence[Case]
+    cluster: ClusterSpec
+    rounds: int
+
+
+def measure(place: Place, work: Work) -> list[tuple[float, float]]:
+    """What every worker runs: for each round and case the predicted and the measured step time; all ranks agree."""
+    torch.set_num_threads(1)
+    with joined(place, _OPTIONS) as seat:
+        return [_case(case, work.cluster, place, seat) for _ in range(work.rounds) for case in work.cases]
+
+
+def _case(case: Case, cluster: ClusterSpec, place: Place, seat: Any) -> tuple[float, float]:
+    job = dataclasses.replace(load_job(f"zoo:{case.model}", case.settings), batch=case.batch)
+    graph = trace_job(job).graph
+    shares = {-(-case.batch // cluster.num_devices), *([case.batch] if case.regroup else [])}
+    dist.barrier()
+    profile = profile_job(job, batches=sorted(shares), use_cache=False)  # on all cores, as the run will be
+    plans = [_plan(case, profile, cluster, graph)]
+    dist.broadcast_object_list(plans, src=0)
+    (plan,) = plans
+    assert plan.step_time_s is not None
+    return plan.step_time_s, _trained_s(job, plan, graph, place, seat)
+
+
+def _plan(case: Case, profile: Profile, cluster: ClusterSpec, graph: LayerGraph) -> Plan:
+    if not case.regroup:
+        return data.plan(profile, cluster, batch=case.batch, graph=graph)
+    layers = [layer.name for layer in graph.layers]
+    first, last = len(layers) // 3, 2 * len(layers) // 3
+    parts = [(layers[:first], 1), (layers[first:last], cluster.num_devices), (layers[last:], 1)]
+    plan = Plan(
+        model=case.model,
+        strategy="burst",
+        num_devices=cluster.num_devices,
+        batch=case.batch,
+        blocks=tuple(
+            PlannedBlock(name=part[0], layers=tuple(part), shares=even_shares(case.batch, tuple(range(width))))
+            for part, width in parts
+        ),
+    )
+    return predict(plan, CostModel(profile, cluster), dataflow(plan, graph))
+
+
+def _trained_s(job: Job, plan: Plan, graph: LayerGraph, place: Place, seat: Any) -> float:
+    """Median step time of a run, the first third left out."""
+    assert plan.step_time_s is not None
+    steps = max(_LEAST_STEPS, min(_MOST_STEPS, round(_RUN_S / plan.step_time_s)))
+    reports: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
-        result = train(f"zoo:{name}", plan, steps=steps, run_folder=Path(folder) / "run", options=options)
-    measured_s = statistics.median(loss.step_time_s for loss in result.losses[steps // 3 :])
-    predicted_s = plan.step_time_s or 0.0
-    return {
-        "model": name,
-        "devices": cluster.num_devices,
-        "batch": batch,
-        "predicted_ms": round(predicted_s * 1e3, 3),
-        "measured_ms": round(measured_s * 1e3, 3),
-        "error": round(predicted_s / measured_s - 1, 3),
-    }
+        folders = [folder]
+        dist.broadcast_object_list(folders, src=0)
+        task = Task(
+            job=job, plan=plan, schedule=lower(plan, graph), options=_OPTIONS, steps=steps, checkpoints=folders[0]
+        )
+        train_at(seat, dataclasses.replace(place, report=reports.append, stop_asked=lambda: False), task)
+        dist.barrier()
+    gathered: list[Any] = [None] * place.num_workers
+    dist.all_gather_object(gathered, reports)
+    log = RunLog(plan, steps=steps, first_step=0)
+    for rank, found in enumerate(gathered):
+        for report in found:
+            log.add(rank, report)
+    return statistics.median(loss.step_time_s for loss in log.losses[steps // 3 :])
+
+
+def run(work: Work) -> list[dict[str, Any]]:
+    """All cases on one cluster."""
+    workers = LocalEngine().start(measure, work, num_workers=work.cluster.num_devices, silence_s=300)
+    try:
+        while (results := workers.results()) is None:
+            workers.poll(1.0)
+    finally:
+        workers.terminate()
+    rows = []
+    for place, case in enumerate(work.cases):
+        found = results[0][place :: len(work.cases)]
+        ratios = [predicted_s / measured_s for predicted_s, measured_s in found]
+        rows.append(
+            {
+                "case": str(case),
+                "devices": work.cluster.num_devices,
+                "batch": case.batch,
+                "predicted_ms": round(statistics.median(predicted_s for predicted_s, _ in found) * 1e3, 3),
+                "measured_ms": round(statistics.median(measured_s for _, measured_s in found) * 1e3, 3),
+                "error": round(statistics.median(ratios) - 1, 3),
+                "errors": [round(ratio - 1, 3) for ratio in ratios],
+            }
+        )
+    return rows
 
 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--devices", type=int, action="append", help="only with so many workers")
+    parser.add_argument("--only", action="append", help="only cases whose name contains this")
     options = parser.parse_args()
     rows = []
-    for devices in DEVICES:
-        cluster = detect(device="cpu", num_devices=devices)
-        for name in MODELS:
-            for batch in BATCHES:
-                rows.append(case(name, cluster, batch, options.steps))
-                print(rows[-1], flush=True)
+    for devices in options.devices or range(1, min(num_cores(), 2) + 1):
+        wanted = [*CASES, *(REGROUPED if devices > 1 else ())]
+        cases = [case for case in wanted if not options.only or any(part in str(case) for part in options.only)]
+        if cases:
+            cluster = detect(device="cpu", num_devices=devices)
+            rows += run(Work(cases=cases, cluster=cluster, rounds=options.rounds))
+    for row in rows:
+        print(*(f"{row[key]!s:>{width}}" for key, width in _COLUMNS.items()), row["errors"])
     errors = sorted(abs(row["error"]) for row in rows)
     print(json.dumps({"cases": rows, "median_error": statistics.median(errors), "worst_error": errors[-1]}))
 
+
+_COLUMNS = {"case": 28, "devices": 2, "batch": 4, "predicted_ms": 9, "measured_ms": 9, "error": 7}
 
 if __name__ == "__main__":
     main()

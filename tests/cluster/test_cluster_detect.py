@@ -42,7 +42,12 @@ def test_detection_measures_this_machine_and_the_file_comes_back(tmp_path: Path)
     assert 1e6 < link.bytes_per_s < 1e12
     assert 0 <= link.latency_s < 0.1
     assert link.source.startswith("measured: gloo")
-    assert len(steps) == 2
+    assert len(steps) == 3
+    assert link.shares_compute
+    times = list(link.reduce_s[2].values())
+    assert times == sorted(times)
+    assert 0 <= times[0] < 1
+    assert times[-1] > 1e-4  # 16 MiB
     assert ClusterSpec.load(found.save(tmp_path / "cluster.toml")) == found
     assert not multiprocessing.active_children()
 

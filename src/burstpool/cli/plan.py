@@ -205,6 +205,7 @@ def _measure(job: "Job", traced: Any, target: Any, cluster: ClusterSpec, batch: 
             loss=job.loss,
             target=target,
             name=job.name,
+            job=job,
             batches=batches,
             threads=int(match[1] or 1),
             progress=progress,

@@ -189,6 +189,7 @@ def _data_parallel(
             loss=job.loss,
             target=target,
             name=job.name,
+            job=job,
             batches=sorted({max(1, batch // num_devices), share}),
             threads=1,
             autocast=options.autocast,

@@ -68,6 +68,12 @@ class Link:
     """One direction; both directions at once are assumed not to slow each other."""
     latency_s: float
     """Of one message, however small, software included."""
+    shares_compute: bool = False
+    """Whether what computes also moves the bytes, as a CPU worker's core does: communication then takes its time from
+    compute instead of hiding behind it."""
+    reduce_s: Mapping[int, Mapping[int, float]] = field(default_factory=dict, hash=False)
+    """Devices → bytes → seconds by which a reduction was seen to lengthen a step; where it was not measured it is
+    worked out from rate and latency."""
     source: str = ""
     """The preset's name, or how it was measured."""
 
@@ -75,6 +81,12 @@ class Link:
         _check_positive("bytes_per_s", self.bytes_per_s)
         if not 0 <= self.latency_s < 1e6:  # false of NaN, too
             raise ValueError(f"latency_s={self.latency_s} must be 0 or more and less than a million")
+        for members, table in self.reduce_s.items():
+            if members < 2 or len(table) < 2:
+                raise ValueError(f"reduce_s of {members} devices needs two devices and two sizes or more")
+            for num_bytes, seconds in table.items():
+                if num_bytes < 0 or not 0 <= seconds < 1e6:
+                    raise ValueError(f"reduce_s of {members} devices, {num_bytes} bytes, is {seconds}; give 0 or more")
         if self.source:
             check_line("source", self.source)
 

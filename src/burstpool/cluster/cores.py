@@ -16,8 +16,15 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
+_TASKS = Path("/proc/self/task")
+_LOOP = "gloo_tcp_loop"
+"""How gloo calls the thread that reads and writes sockets."""
+_NAMING_S = 0.5
+"""How long new threads are waited for until they have names."""
 _claims: list[socket.socket] = []
 """Held until the process ends."""
 
@@ -47,17 +54,27 @@ def claim_core(*, num_workers: int) -> int | None:
 
 @contextlib.contextmanager
 def calm_gloo() -> Iterator[None]:
-    """Has threads that are started inside wait for their turn when they wake, if this process has its own core.
-
-    They take the scheduling class over from the thread that starts them: looking for them afterwards would come too
-    early for some.
-    """
+    """Has the socket threads of gloo that are started inside wait for their turn, if this process has its own core."""
     if not _claims:
         yield
         return
-    before = os.sched_getscheduler(0)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, before, os.sched_param(0))
+    before = set(_threads())
+    yield
+    deadline = time.monotonic() + _NAMING_S
+    while (names := {thread: name for thread, name in _threads().items() if thread not in before}) and (
+        _threads()[os.getpid()] in names.values() and time.monotonic() < deadline
+    ):
+        time.sleep(0.001)  # a new thread has its parent's name until it first runs
+    for thread, name in names.items():
+        if name == _LOOP:
+            with contextlib.suppress(OSError):  # it may have ended
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _threads() -> dict[int, str]:
+    """Threads of this process by their ids, with their names."""
+    found = {}
+    for task in _TASKS.iterdir():
+        with contextlib.suppress(OSError):
+            found[int(task.name)] = (task / "comm").read_text().strip()
+    return found

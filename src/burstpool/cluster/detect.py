@@ -9,6 +9,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from burstpool.cluster import catalogue
 from burstpool.cluster.catalogue import Link, in_units
 from burstpool.cluster.measure import DeviceRates, core_rates, cuda_rates, fit_link, link_times
+from burstpool.cluster.reductions import reduce_times
 from burstpool.cluster.spec import ClusterSpec, DeviceCount, DeviceFigures, NodeGroup, plural
 from burstpool.errors import ClusterError
 
@@ -46,6 +48,7 @@ def detect(
     link = None
     if len(types) > 1:
         link = _link("nccl" if use_cuda else "gloo", measure=measure, progress=progress)
+        link = link if use_cuda else _on_cores(link, len(types), measure=measure, progress=progress)
     devices = tuple(DeviceCount(type=name, count=len(list(run))) for name, run in groupby(types))
     return ClusterSpec(
         name=platform.node() or "this machine",
@@ -165,6 +168,16 @@ def _link(backend: str, *, measure: bool, progress: Callable[[str], None]) -> Li
     pair = "two processes on this machine" if backend == "gloo" else "GPU 0 and GPU 1"
     source = f"measured: {backend} ping-pong between {pair}; slowest batch {times.slowest:.2g} x the fastest"
     return Link(bytes_per_s=_rounded(bytes_per_s), latency_s=_rounded(latency_s), source=source)
+
+
+def _on_cores(link: Link, num_workers: int, *, measure: bool, progress: Callable[[str], None]) -> Link:
+    """The link of CPU workers: their cores carry its bytes."""
+    if not measure:
+        return replace(link, shares_compute=True)
+    progress("measuring reductions among workers that compute")
+    times = reduce_times(num_workers, timeout_s=TIMEOUT_S)
+    table = {count: {size: _rounded(time_s) for size, time_s in found.items()} for count, found in times.items()}
+    return replace(link, shares_compute=True, reduce_s=table)
 
 
 def _rounded(value: float) -> float:

@@ -384,6 +384,12 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 def _link_table(link: Link) -> dict[str, Any]:
     table: dict[str, Any] = {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
+    if link.shares_compute:
+        table["shares_compute"] = True
+    if link.reduce_s:
+        table["reduce_s"] = {
+            str(n): {str(b): s for b, s in sorted(t.items())} for n, t in sorted(link.reduce_s.items())
+        }
     return table | ({"source": link.source} if link.source else {})
 
 

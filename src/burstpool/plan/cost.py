@@ -7,12 +7,15 @@ Assumed:
 - a message takes latency + bytes / rate of its link, inside a node or between nodes; `transfer_s` is one alone;
 - a reduction is hierarchical: reduce-scatter inside each node, all-reduce between nodes, all-gather inside. Each part
   is a ring or a tree, whichever is faster, as NCCL chooses. The devices of a node share its network;
-- an update is bound by memory: it reads parameter, gradient and optimizer state and writes parameter and state, so
-  it moves (3 + 2 × slots) times the parameters' bytes (slots: 0 for plain SGD, 1 for momentum, 2 for Adam).
+- where reductions were measured among devices at work (`Link.reduce_s`), those times count instead;
+- an update takes what the profile measured of the job's own optimizer. Else it is bound by memory: it reads parameter,
+  gradient and optimizer state and writes parameter and state, so it moves (3 + 2 × slots) times the parameters' bytes
+  (slots: 0 for plain SGD, 1 for momentum, 2 for Adam).
 
-Not modelled: starting kernels beyond what the profile saw in each layer; compute and communication slowing each other;
-the small exchanges of batch norm over several devices; racks and oversubscribed switches; the host, data loading and
-clipping by norm; that parameters of a reduction are first copied together.
+Not modelled: starting kernels beyond what the profile saw in each layer; compute and communication slowing each other,
+unless a link `shares_compute`; the small exchanges of batch norm over several devices; racks and oversubscribed
+switches; loading where the profile has no `load_s`; clipping by norm; that parameters of a reduction are first copied
+together, unless it was measured.
 """
 
 import math
@@ -43,13 +46,21 @@ class Collective:
     """For each part that follows the other: (seconds, seconds a byte) of each way to do it."""
     nodes: tuple[int, ...]
     """Nodes the group spans."""
+    measured: tuple[tuple[float, float], ...] = ()
+    """(bytes, seconds) that were seen, rising; they count instead of the parts."""
+    shares_compute: bool = False
+    """Whether it takes its time from the members' compute."""
 
     def reduce_s(self, num_bytes: float) -> float:
         """Seconds to add up so many bytes on every member."""
+        if self.measured:
+            return float(self.reduces_s(np.array(num_bytes, dtype=np.float64)))
         return sum(min(start_s + num_bytes * byte_s for start_s, byte_s in ways) for ways in self.parts)
 
     def reduces_s(self, num_bytes: Floats) -> Floats:
         """The same for many sizes at once."""
+        if self.measured:
+            return _on_line(self.measured, num_bytes)
         total = np.zeros(np.shape(num_bytes))
         for ways in self.parts:
             total += np.min([start_s + num_bytes * byte_s for start_s, byte_s in ways], axis=0)
@@ -140,6 +151,14 @@ class CostModel:
         """Seconds of the loss's backward; 0 where it was not measured."""
         return self._loss_s("loss_backward_s", device, samples)
 
+    def load_s(self, device: int, samples: int) -> float:
+        """Seconds to load so many samples, which a device does before its step; 0 where it was not measured."""
+        profile = self.profile(self.device_type(device))
+        if not profile.load_s or not samples:
+            return 0.0
+        # Loading is so nearly proportional to samples that a device may load more of them than a layer was timed with.
+        return value_at(profile.load_s, profile.batches, samples, extrapolate=True)
+
     def prefix_sums(self, device_type: str, samples: int) -> tuple[list[float], list[float]]:
         """Seconds of forward and of backward of the first 0, 1, 2, … layers: a block's time is a difference."""
         key = (device_type, samples)
@@ -193,6 +212,8 @@ class CostModel:
         """Seconds to change parameters of so many bytes; 0 where there are none."""
         if not parameter_bytes:
             return 0.0
+        if measured := self.profile(self.device_type(device)).update_bytes_per_s:
+            return parameter_bytes / measured
         moved = (3 + 2 * self.optimizer_slots) * parameter_bytes
         rate = self.cluster.device_type(self.device_type(device)).memory_bytes_per_s
         return self.step_latency_s + moved / rate
@@ -249,7 +270,36 @@ def _collective(cluster: ClusterSpec, group: tuple[int, ...]) -> Collective:
         halves = [_half(link, count) for link, count in inside]
         parts += [_slowest(halves)] * 2 if halves else []
         parts.append(_all_reduce(cluster.network, len(members)))
-    return Collective(parts=tuple(parts), nodes=tuple(members))
+    links = [link for link, _ in inside if link] + ([cluster.network] if len(members) > 1 and cluster.network else [])
+    alone = links[0] if len(members) == 1 and links else None
+    return Collective(
+        parts=tuple(parts),
+        nodes=tuple(members),
+        measured=_measured(alone, len(group)) if alone and alone.reduce_s else (),
+        shares_compute=any(link.shares_compute for link in links),
+    )
+
+
+def _measured(link: Link, count: int) -> tuple[tuple[float, float], ...]:
+    """What was seen among so many devices; between two numbers of devices in proportion, beyond all as the nearest."""
+    known = sorted(link.reduce_s)
+    low = max((number for number in known if number <= count), default=known[0])
+    high = min((number for number in known if number >= count), default=known[-1])
+    sizes = sorted(link.reduce_s[low])
+    part = (count - low) / (high - low) if low < count < high else 0.0
+    here, there = (
+        _on_line(tuple(sorted(link.reduce_s[number].items())), np.array(sizes, dtype=np.float64))
+        for number in (low, high)
+    )
+    return tuple(zip(map(float, sizes), (here + part * (there - here)).tolist(), strict=True))
+
+
+def _on_line(points: Sequence[tuple[float, float]], num_bytes: Floats) -> Floats:
+    """Between the points on straight lines, beyond the last on the line of the last two, never falling there."""
+    sizes, seconds = np.array(points, dtype=np.float64).T
+    slope = max((seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]), 0.0)
+    beyond = np.maximum(num_bytes - sizes[-1], 0.0) * slope
+    return np.asarray(np.interp(num_bytes, sizes, seconds) + beyond)
 
 
 def _all_reduce(link: Link | None, count: int) -> tuple[tuple[float, float], ...]:

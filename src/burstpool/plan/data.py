@@ -191,6 +191,8 @@ def _ready_times(cost: CostModel, shares: Sequence[Share]) -> Floats:
         forward, backward = cost.layer_times(kind, [samples])
         loss_s = float(cost.compute_times(kind, [samples])[0] - forward.sum() - backward.sum())
         found = np.maximum(found, forward.sum() + loss_s + np.cumsum(backward[::-1, 0])[::-1])
+    if len(shares) > 1 and cost.collective(tuple(sorted(share.device for share in shares))).shares_compute:
+        found[:] = found.max()  # reducing early would only put off the backward
     return found
 
 

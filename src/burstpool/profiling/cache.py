@@ -17,7 +17,7 @@ from burstpool.errors import ArtifactError
 from burstpool.profiling.profile import TABLES, Profile
 
 _LOG = logging.getLogger(__name__)
-_STEP_TABLES = ("step_s", "loss_forward_s", "loss_backward_s")
+_STEP_TABLES = ("step_s", "loss_forward_s", "loss_backward_s", "load_s")
 
 
 def folder() -> Path:

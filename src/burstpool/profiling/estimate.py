@@ -77,6 +77,8 @@ def estimate(
         ),
         estimated_from=old.name,
         step_s={},
+        load_s={},
+        update_bytes_per_s=None,
         loss_forward_s=_scaled(profile.loss_forward_s, dict.fromkeys(profile.batches, memory_ratio)),
         loss_backward_s=_scaled(profile.loss_backward_s, dict.fromkeys(profile.batches, memory_ratio)),
     )

@@ -2,10 +2,12 @@
 
 Small models run largely out of the processor's caches, and a layer alone finds there what a whole step has long
 pushed out. So where all activations fit into memory, steps are run layer by layer with the clock read in between;
-whole steps of the user's own model alternate with them, so that both see the same machine. Takes a `Session` and a
-batch; returns each layer's times, the loss's, and the whole step's.
+whole steps of the user's own model alternate with them, so that both see the same machine. Where the job is known, the
+rest of a step (`rest.py`) runs in between. Takes a `Session` and a batch; returns each layer's times, the loss's, the
+whole step's, and the rest's.
 """
 
+import contextlib
 import gc
 import statistics
 import time
@@ -13,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from burstpool.model.block import Block
+from burstpool.profiling.rest import MeasuredRest, RestOfStep
 from burstpool.profiling.session import Session
 from burstpool.profiling.timing import CpuStopwatch, EngineStart, Measured, repeat, sum_of_copies
 
@@ -31,28 +35,48 @@ class _Times:
         return Measured.of(self.forward[1:], self.backward[1:] or [0.0])  # the first step warms up
 
 
-def measure_in_step(
-    session: Session, blocks: Sequence[Block], batch: int, watch: CpuStopwatch
-) -> tuple[list[Measured], Measured, float]:
-    """Layers', loss's and whole step's times at one batch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Of one batch."""
+
+    layers: list[Measured]
+    loss: Measured
+    whole_s: float
+    rest: MeasuredRest | None
+    """None where the job is not known."""
+
+
+def measure_in_step(session: Session, blocks: Sequence[Block], batch: int, watch: CpuStopwatch) -> StepTimes:
+    """All of a step at one batch."""
+    rest = RestOfStep(session.job, session.traced.model, batch) if session.job else None
     steps = _LayeredSteps(session, blocks, batch, watch.engine_start)
     whole_step = session.step(batch)
     whole: list[float] = []
 
     def once() -> None:
+        if rest:
+            rest.run(steps.parameter_gradients)
         start = time.perf_counter()
         whole_step()
         whole.append(time.perf_counter() - start)
+        if rest:
+            rest.run(steps.parameter_gradients)
         steps.run()
 
     collecting = gc.isenabled()
     gc.disable()
     try:
-        repeat(once, target_s=_TARGET_S, most=_MAX_STEPS)
+        with rest.parameters_left_as_they_were() if rest else contextlib.nullcontext():
+            repeat(once, target_s=_TARGET_S, most=_MAX_STEPS)
     finally:
         if collecting:
             gc.enable()
-    return [times.measured() for times in steps.times], steps.loss_times.measured(), statistics.median(whole[1:])
+    return StepTimes(
+        layers=[times.measured() for times in steps.times],
+        loss=steps.loss_times.measured(),
+        whole_s=statistics.median(whole[1:]),
+        rest=rest.measured() if rest else None,
+    )
 
 
 class _LayeredSteps:
@@ -66,6 +90,8 @@ class _LayeredSteps:
         self.target = session.targets(batch)
         self.times = [_Times() for _ in blocks]
         self.loss_times = _Times()
+        self.parameter_gradients: dict[nn.Parameter, torch.Tensor] = {}
+        """Of the last step, for the optimizer."""
 
     def run(self) -> None:
         """One step."""
@@ -127,3 +153,6 @@ class _LayeredSteps:
         for (name, _), gradient in zip(entering, found, strict=False):
             if gradient is not None:
                 gradients.setdefault(name, []).append(gradient)
+        if self.session.job is not None:
+            own = zip(self.parameters[place], found[len(entering) :], strict=True)
+            self.parameter_gradients.update((parameter, found) for parameter, found in own if found is not None)

@@ -3,7 +3,7 @@
 Takes a `TracedModel`. Returns a `Profile`. Layers run alone (`sweep.py`), never holding more than a few layers'
 memory; on the CPU, models that fit into memory whole are timed inside of real steps instead (`in_step.py`). The
 whole step is timed in one piece beside them where it fits, so that the profile can say how far its layers' sum is
-from the truth. Ignores the optimizer and the loading of data.
+from the truth. Where the job is known, loading its samples and its optimizer are timed there too.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from burstpool.model.trace import TracedModel, trace
 from burstpool.profiling import cache
 from burstpool.profiling.in_step import measure_in_step
 from burstpool.profiling.profile import LayerProfile, Profile
+from burstpool.profiling.rest import MeasuredRest
 from burstpool.profiling.session import AUTOCAST, Session
 from burstpool.profiling.sweep import LayerRun, sweep
 from burstpool.profiling.timing import CpuStopwatch, Measured, Stopwatch, num_threads, stopwatch
@@ -49,6 +50,7 @@ class _BatchResult:
     times: Sequence[Measured]
     loss: Measured
     whole_s: float | None
+    rest: MeasuredRest | None = None
 
 
 def profile(
@@ -60,6 +62,7 @@ def profile(
     target: Any = None,
     autocast: str | None = None,
     name: str | None = None,
+    job: Job | None = None,
     threads: int = 1,
     use_cache: bool = True,
     progress: Progress | None = None,
@@ -68,6 +71,7 @@ def profile(
 
     `device` is `"cpu"` (one worker of so many `threads`) or `"cuda"`, `"cuda:1"`, …; the model is moved there.
     `loss(output, target)` is timed beside the layers; `target` belongs to the example the model was traced with.
+    With a `job`, its samples are loaded and its optimizer steps between the measured steps, on the CPU.
     Batches measured before, of the same layers on the same device with the same versions, come from the cache.
     """
     wanted = _checked_batches(batches)
@@ -82,6 +86,7 @@ def profile(
         autocast=autocast,
         loss=loss or (lambda output, target: sum_of_outputs(output)),
         target=target,
+        job=job,
     )
     measurement = _Measurement(session, name=name or traced.graph.model, threads=threads)
     path = cache.path(measurement.description())
@@ -100,7 +105,7 @@ def profile_job(job: Job, *, fallback: Literal["modules"] | None = None, **optio
     """Traces a job's model on its own data and measures it with its own loss; `options` as for `profile`."""
     example, target = job.samples(_EXAMPLE_BATCH)
     traced = trace(job.build_model().train(), example, fallback=fallback)
-    return profile(traced, loss=job.loss, target=target, name=job.name, **options)
+    return profile(traced, loss=job.loss, target=target, name=job.name, job=job, **options)
 
 
 class _Measurement:
@@ -117,7 +122,8 @@ class _Measurement:
         options += [_hardware(device, self.threads), __version__, _identity(self.session.loss), str(_backend_flags())]
         versions = [f"{name} {version}" for name, version in _versions(self.session.device).items()]
         layers = [f"{block.layers[0].name}: {block.signature()}" for block in self.blocks]
-        return [*options, str(self.session.traced.graph.training), *versions, *layers]
+        rest = [] if self.session.job is None else ["with the rest of a step", _identity(self.session.job.optimizer)]
+        return [*options, str(self.session.traced.graph.training), *versions, *layers, *rest]
 
     def run(self, batches: Sequence[int], progress: Progress) -> Iterator[Profile]:
         """A profile of each batch, the largest first, so that running out of memory shows at once."""
@@ -142,8 +148,8 @@ class _Measurement:
         if isinstance(watch, CpuStopwatch) and self._fits_whole(batch):
             runs, _ = sweep(self.session, self.blocks, batch, watch=None, report=report)
             report(f"whole steps, batch {batch}")
-            times, loss, whole_s = measure_in_step(self.session, self.blocks, batch, watch)
-            return _BatchResult(runs=runs, times=times, loss=loss, whole_s=whole_s)
+            step = measure_in_step(self.session, self.blocks, batch, watch)
+            return _BatchResult(runs=runs, times=step.layers, loss=step.loss, whole_s=step.whole_s, rest=step.rest)
         runs, alone = sweep(self.session, self.blocks, batch, watch=watch, report=report)
         report(f"whole step, batch {batch}")
         whole = None
@@ -173,6 +179,7 @@ class _Measurement:
 
     def _profile(self, results: Mapping[int, _BatchResult]) -> Profile:
         device = self.session.device
+        rest = {batch: found.rest for batch, found in results.items() if found.rest is not None}
         return Profile(
             model=self.name,
             device=device_name(device, self.threads),
@@ -183,6 +190,8 @@ class _Measurement:
             step_s={batch: found.whole_s for batch, found in results.items() if found.whole_s is not None},
             loss_forward_s={batch: found.loss.forward_s for batch, found in results.items()},
             loss_backward_s={batch: found.loss.backward_s for batch, found in results.items()},
+            load_s={batch: found.load_s for batch, found in rest.items()} if len(rest) == len(results) else {},
+            update_bytes_per_s=rest[max(rest)].update_bytes_per_s if rest else None,
             versions=_versions(device),
         )
 

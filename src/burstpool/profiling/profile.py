@@ -2,7 +2,8 @@
 
 Holds tables `batch → seconds` and `batch → bytes` a layer, and answers for any batch (`interpolation.py` says
 how). Checks that it is whole: every layer has a time for every batch, in an order in which layers can run.
-A layer without a time is an error, never a guess. Ignores the optimizer step and the loading of data.
+A layer without a time is an error, never a guess. What a step does besides its layers, loading samples and changing
+parameters, may be there too.
 """
 
 import math
@@ -115,6 +116,10 @@ class Profile(Artifact):
     """Batch → seconds of the loss."""
     loss_backward_s: Mapping[int, float] = field(default_factory=dict)
     """Batch → seconds of the loss's backward."""
+    load_s: Mapping[int, float] = field(default_factory=dict)
+    """Batch → seconds to load so many of the job's samples; empty where it was not measured."""
+    update_bytes_per_s: float | None = None
+    """Bytes of parameters that the job's own optimizer changes in a second; None where it was not measured."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Software it was measured with: `torch`, `cuda`, …"""
     _tables: "_Tables" = field(init=False, repr=False, compare=False)
@@ -130,7 +135,9 @@ class Profile(Artifact):
         _check_order(self.layers)
         _check_batches(self.layers)
         object.__setattr__(self, "_tables", _Tables(self.layers))
-        for entry in ("step_s", "loss_forward_s", "loss_backward_s"):
+        if self.update_bytes_per_s is not None and not 0 < self.update_bytes_per_s < math.inf:
+            raise ProfileError(f"update_bytes_per_s={self.update_bytes_per_s} must be more than 0; leave it out")
+        for entry in ("step_s", "loss_forward_s", "loss_backward_s", "load_s"):
             table = _sorted_table(getattr(self, entry), entry, float)
             object.__setattr__(self, entry, table)
             if odd := set(table) - set(self.batches):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from burstpool.job import Job
 from burstpool.model.block import Block
 from burstpool.model.buffers import kept
 from burstpool.model.capture import batch_of, resize_batch, resize_samples
@@ -30,6 +31,8 @@ class Session:
     loss: Callable[[Any, Any], torch.Tensor]
     target: Any
     """For the example the model was traced with."""
+    job: Job | None = None
+    """Whose samples are loaded, and whose optimizer steps, between the steps that are measured."""
 
     def arguments(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments for so many samples, on the device."""

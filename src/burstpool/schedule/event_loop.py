@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from burstpool.errors import ScheduleError
-from burstpool.schedule.program import COMPUTE, RECEIVE, REDUCE, SEND, Program
+from burstpool.schedule.program import COMPUTE, LOAD, RECEIVE, REDUCE, SEND, Program
 
 _LEAVES, _READY, _ENDS = range(3)
 """What happens: a message leaves, a reduction has been started by all members, a reduction ends."""
@@ -101,6 +101,9 @@ class EventLoop:
                 clock_s += seconds
             elif code == SEND:
                 self._push(clock_s, _LEAVES, step, index)
+                clock_s += seconds
+            elif code == LOAD:
+                clock_s += seconds
             elif code == REDUCE:
                 self._start(clock_s, step, index, len(self.program.classes[who].members))
             else:

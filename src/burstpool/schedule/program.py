@@ -4,6 +4,9 @@ Takes Schedule, CostModel, Dataflow. Returns a Program: for each class of device
 transfers with the links they hold, the reductions with their members. Devices that run the same operations on the same
 type of device, reduce in the same groups and neither send nor receive can never differ in time: they form one class,
 of which one is simulated. This is exact, and a thousand data-parallel devices cost as much as a few.
+
+Where links share the devices' compute, nothing hides behind anything: a reduction then comes right before the step that
+needs it, since starting it earlier would only put off the backward it runs beside, and a send keeps its device.
 """
 
 from collections.abc import Sequence
@@ -15,8 +18,8 @@ from burstpool.plan.cost import CostModel
 from burstpool.plan.dataflow import Dataflow
 from burstpool.schedule.actions import Action, Kind, Schedule
 
-COMPUTE, SEND, RECEIVE, REDUCE, STEP = range(5)
-"""What an operation does; a step also waits for its reduction."""
+COMPUTE, SEND, RECEIVE, REDUCE, STEP, LOAD = range(6)
+"""What an operation does; a step also waits for its reduction; loading samples comes first and is no action."""
 
 
 class Operation(NamedTuple):
@@ -26,7 +29,7 @@ class Operation(NamedTuple):
     of: int
     """Of the transfer or reduction it belongs to; -1 for none."""
     seconds: float
-    """Of computing."""
+    """Of computing, or of sending where the link shares the device's compute."""
     kind: str
     block: str
     minibatch: int
@@ -124,8 +127,8 @@ class _Compiler:
 
     def _device(self, device: int, actions: Sequence[Action]) -> tuple[list[int], bool]:
         device_type = self.cost.device_type(device)
-        known, ids, talks = self.known, [], False
-        for action in actions:
+        known, ids, talks = self.known, self._loading(device, actions), False
+        for action in self._in_order(actions):
             if action.kind is Kind.SEND or action.kind is Kind.RECEIVE:
                 talks = True
                 ids.append(self._add(self._transfer(device, action)))
@@ -138,6 +141,30 @@ class _Compiler:
                 self._check_group(device, action)
             ids.append(found)
         return ids, talks
+
+    def _in_order(self, actions: Sequence[Action]) -> Sequence[Action]:
+        """The actions, with reductions that share the device's compute right before their steps."""
+        late = {a.block: a for a in actions if a.kind is Kind.REDUCE and self.cost.collective(a.group).shares_compute}
+        if not late:
+            return actions
+        found: list[Action] = []
+        for action in actions:
+            if action.kind is Kind.STEP and action.block in late:
+                found.append(late[action.block])
+            if not (action.kind is Kind.REDUCE and action.block in late):
+                found.append(action)
+        return found
+
+    def _loading(self, device: int, actions: Sequence[Action]) -> list[int]:
+        """Loading what the first block takes and what the loss compares with: each sample once, all minibatches."""
+        ends = {next(iter(self.flow.blocks)), self.flow.last.name}
+        spans = {(a.minibatch, a.start, a.stop) for a in actions if a.kind is Kind.FORWARD and a.block in ends}
+        samples = len({(minibatch, sample) for minibatch, start, stop in spans for sample in range(start, stop)})
+        key = ("load", samples, self.cost.device_type(device))
+        if key not in self.known:
+            seconds = self.cost.load_s(device, samples)
+            self.known[key] = self._add(Operation(LOAD, -1, seconds, "load", "", 0)) if seconds else -1
+        return [self.known[key]] if self.known[key] >= 0 else []
 
     def _add(self, operation: Operation) -> int:
         self.operations.append(operation)
@@ -186,8 +213,11 @@ class _Compiler:
             index = self.transfer_of[key] = len(self.transfers)
             num_bytes = value.bytes_per_sample * (action.stop - action.start)
             self.transfers.append(self._message(source, destination, num_bytes))
-        code = SEND if action.kind is Kind.SEND else RECEIVE
-        return Operation(code, index, 0.0, action.kind.value, action.block, action.minibatch)
+        if action.kind is Kind.RECEIVE:
+            return Operation(RECEIVE, index, 0.0, action.kind.value, action.block, action.minibatch)
+        shares = self.cost.cluster.link(source, destination).shares_compute
+        seconds = self.transfers[index].hold_s if shares else 0.0
+        return Operation(SEND, index, seconds, action.kind.value, action.block, action.minibatch)
 
     def _message(self, source: int, destination: int, num_bytes: int) -> Transfer:
         link = self.cost.cluster.link(source, destination)

@@ -27,7 +27,7 @@ from burstpool.report.timeline import Event, Lane, Timeline
 from burstpool.schedule.actions import Schedule
 from burstpool.schedule.event_loop import EventLoop, Times
 from burstpool.schedule.lower import lower
-from burstpool.schedule.program import COMPUTE, REDUCE, STEP, DeviceClass, Program, compile_program
+from burstpool.schedule.program import COMPUTE, LOAD, REDUCE, STEP, DeviceClass, Program, compile_program
 
 _TOLERANCE = 1e-9
 """Step times that differ by less, relative to the step, are the same: they are sums of some thousand floats."""
@@ -53,7 +53,10 @@ def predict(plan: Plan, cost: CostModel, flow: Dataflow) -> Plan:
     """The plan with its step time and device-seconds filled in; faster than a timeline, as no events are made."""
     program = compile_program(lower(plan, flow), cost, flow)
     step_time_s = _steady_step_s(program, EventLoop(program, 1).run())
-    busy_s = (len(some.members) * sum(operation.seconds for operation in some.operations) for some in program.classes)
+    busy_s = (
+        len(some.members) * sum(x.seconds for x in some.operations if x.code in (COMPUTE, STEP))
+        for some in program.classes
+    )
     return replace(plan, step_time_s=step_time_s, device_seconds=sum(busy_s))
 
 
@@ -109,6 +112,8 @@ def _class_events(index: int, device_class: DeviceClass, times: Times, steps: in
     starts = iter(times.starts[index])
     for step in range(steps):
         for code, of, seconds, kind, block, minibatch in device_class.operations:
+            if code == LOAD:
+                continue
             if code in (COMPUTE, STEP):
                 start_s = next(starts)
                 yield start_s, start_s + seconds, "compute", index, kind, block, minibatch, step
