@@ -87,10 +87,10 @@ class Work:
 
 
 def measure(place: Place, work: Work) -> list[tuple[float, float]]:
-    """What every worker runs: for each round and case the predicted and the measured step time; all ranks agree."""
+    """What every worker runs: for each case the predicted and the measured step time; all ranks agree."""
     torch.set_num_threads(1)
     with joined(place, _OPTIONS) as seat:
-        return [_case(case, work.cluster, place, seat) for _ in range(work.rounds) for case in work.cases]
+        return [_case(case, work.cluster, place, seat) for case in work.cases]
 
 
 def _case(case: Case, cluster: ClusterSpec, place: Place, seat: Any) -> tuple[float, float]:
@@ -148,29 +148,34 @@ def _trained_s(job: Job, plan: Plan, graph: LayerGraph, place: Place, seat: Any)
 
 
 def run(work: Work) -> list[dict[str, Any]]:
-    """All cases on one cluster."""
+    """All cases on one cluster, round after round."""
+    rounds = [_round(work) for _ in range(work.rounds)]
+    return [_row(case, work, [found[place] for found in rounds]) for place, case in enumerate(work.cases)]
+
+
+def _round(work: Work) -> list[tuple[float, float]]:
+    """In processes of its own: what earlier runs left behind in a process, gloo's threads above all, disturbs later
+    ones."""
     workers = LocalEngine().start(measure, work, num_workers=work.cluster.num_devices, silence_s=300)
     try:
         while (results := workers.results()) is None:
             workers.poll(1.0)
     finally:
         workers.terminate()
-    rows = []
-    for place, case in enumerate(work.cases):
-        found = results[0][place :: len(work.cases)]
-        ratios = [predicted_s / measured_s for predicted_s, measured_s in found]
-        rows.append(
-            {
-                "case": str(case),
-                "devices": work.cluster.num_devices,
-                "batch": case.batch,
-                "predicted_ms": round(statistics.median(predicted_s for predicted_s, _ in found) * 1e3, 3),
-                "measured_ms": round(statistics.median(measured_s for _, measured_s in found) * 1e3, 3),
-                "error": round(statistics.median(ratios) - 1, 3),
-                "errors": [round(ratio - 1, 3) for ratio in ratios],
-            }
-        )
-    return rows
+    return results[0]  # type: ignore[no-any-return]
+
+
+def _row(case: Case, work: Work, found: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    ratios = [predicted_s / measured_s for predicted_s, measured_s in found]
+    return {
+        "case": str(case),
+        "devices": work.cluster.num_devices,
+        "batch": case.batch,
+        "predicted_ms": round(statistics.median(predicted_s for predicted_s, _ in found) * 1e3, 3),
+        "measured_ms": round(statistics.median(measured_s for _, measured_s in found) * 1e3, 3),
+        "error": round(statistics.median(ratios) - 1, 3),
+        "errors": [round(ratio - 1, 3) for ratio in ratios],
+    }
 
 
 def main() -> None:

@@ -242,3 +242,14 @@ def test_an_interruption_keeps_the_batches_that_were_finished(traced: burstpool.
         burstpool.profile(traced, batches=[2, 4], progress=interrupt)
     (file,) = cache.folder().iterdir()
     assert Profile.load(file).batches == (4,)
+
+
+def test_with_a_job_loading_and_the_optimizer_are_measured_and_its_parameters_stay() -> None:
+    job = load_job("zoo:tiny_lstm")
+    traced = burstpool.trace(job.build_model().train(), job.samples(5)[0])
+    before = [parameter.detach().clone() for parameter in traced.model.parameters()]
+    found = burstpool.profile(traced, batches=[2, 8], loss=job.loss, target=job.samples(5)[1], job=job, use_cache=False)
+    assert found.load_s[8] > found.load_s[2] > 0
+    assert found.update_bytes_per_s is not None
+    assert all(torch.equal(a, b) for a, b in zip(before, traced.model.parameters(), strict=True))
+    assert Profile.from_json(found.to_json()) == found

@@ -9,11 +9,13 @@ on 10 bytes a sample. Inside a node a message takes 1 s + bytes / 10, between no
 import time
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from schedule_cases import block, chain, cluster, graph, layer, on, plan, planned, profile, run, units, value
 
+from burstpool.cluster.catalogue import Link
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.errors import ScheduleError
 from burstpool.model.graph import LayerGraph
@@ -55,6 +57,44 @@ def test_data_parallel_waits_for_its_reduction() -> None:
         assert spans(timeline, device) == [("forward a", 0, 2), ("backward a", 2, 6), ("step a", 18, 19)]
         assert spans(timeline, device, "communication") == [("reduce a", 6, 18)]
     assert timeline.step_time_s == pytest.approx(19)
+
+
+def on_cores(**changes: Any) -> ClusterSpec:
+    """Four devices whose own compute moves the bytes."""
+    link = Link(bytes_per_s=10.0, latency_s=1.0, shares_compute=True, **changes)
+    return replace(cluster(), node_groups=(replace(cluster().node_groups[0], link=link),))
+
+
+def test_nothing_hides_behind_compute_where_links_share_it() -> None:
+    # 2 samples each: two blocks forward 4, backward 8; then the reductions of b and of a, each with its update.
+    case = plan(block("a", on(4, 0, 1)), block("b", on(4, 0, 1)))
+    timeline = run(case, where=on_cores())
+    assert spans(timeline, 0, "communication") == [("reduce b", 12, 24), ("reduce a", 25, 37)]
+    assert timeline.step_time_s == pytest.approx(38)
+
+
+def test_measured_reductions_count_instead_of_the_links_rate() -> None:
+    # 100 bytes lie between 0 bytes, 1 s, and 200 bytes, 5 s: 3 s.
+    timeline = run(plan(block("a", on(4, 0, 1))), where=on_cores(reduce_s={2: {0: 1.0, 200: 5.0}}))
+    assert spans(timeline, 0, "communication") == [("reduce a", 6, 9)]
+    assert timeline.step_time_s == pytest.approx(10)
+
+
+def test_a_send_keeps_its_device_where_links_share_compute() -> None:
+    # 2 samples of 10 bytes: 2 s on the link and of the sender's, 1 s later they are there.
+    timeline = run(plan(block("a", on(2, 0)), block("b", on(2, 1))), where=on_cores())
+    assert spans(timeline, 1)[0] == ("forward b", 5, 7)
+    # Forward and backward of b end at 11, its gradients arrive at 14; nothing held device 0 meanwhile.
+    assert spans(timeline, 0) == [("forward a", 0, 2), ("backward a", 14, 18), ("step a", 18, 19)]
+    assert spans(timeline, 1)[-1] == ("step b", 13, 14)
+
+
+def test_loading_comes_first_and_the_measured_optimizer_steps() -> None:
+    # 2 samples are loaded in 2 s; the optimizer changes 50 bytes a second: 2 s for 100.
+    measured = replace(units("a"), load_s={1: 1.0, 100: 100.0}, update_bytes_per_s=50.0)
+    timeline = run(plan(block("a", on(2, 0))), profiles=measured)
+    assert spans(timeline, 0) == [("forward a", 2, 4), ("backward a", 4, 8), ("step a", 8, 10)]
+    assert timeline.step_time_s == pytest.approx(10)
 
 
 def test_reductions_overlap_backward_and_follow_each_other() -> None:

@@ -81,9 +81,7 @@ def train_at(seat: Seat, place: Place, task: Task) -> WorkerResult:
     job = task.job.load() if isinstance(task.job, JobSource) else task.job
     place.doing.say(phrase("tracing the model"))
     executor, loader = set_up(job, task.plan, task.schedule, task.options, seat)
-    result = _Training(place, task, job, executor, loader).run()
-    executor.part.groups.close()
-    return result
+    return _Training(place, task, job, executor, loader).run()
 
 
 class _Training:
