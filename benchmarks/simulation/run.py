@@ -1,8 +1,7 @@
 """How far is the simulator from what really happens? Predicted over measured step time on CPU workers.
 
-    python benchmarks/simulation/run.py                       all cases, about 5 minutes
-    python benchmarks/simulation/run.py --devices 1           a part of them, each under 3 minutes
-    python benchmarks/simulation/run.py --only lstm
+    python benchmarks/simulation/run.py                                all cases, about 10 minutes
+    python benchmarks/simulation/run.py --devices 2 --only resnet      a part of them
 
 Measures the cores and their link; then, in rounds, profiles each model, predicts its step, trains, and notes the ratio.
 A prediction uses nothing of the run it predicts: only the link, and the profile taken just before. The case's error is
@@ -81,16 +80,15 @@ REGROUPED = tuple(
 class Work:
     """What the workers are told."""
 
-    cases: Sequence[Case]
+    case: Case
     cluster: ClusterSpec
-    rounds: int
 
 
-def measure(place: Place, work: Work) -> list[tuple[float, float]]:
-    """What every worker runs: for each case the predicted and the measured step time; all ranks agree."""
+def measure(place: Place, work: Work) -> tuple[float, float]:
+    """What every worker runs: the predicted and the measured step time; all ranks agree."""
     torch.set_num_threads(1)
     with joined(place, _OPTIONS) as seat:
-        return [_case(case, work.cluster, place, seat) for case in work.cases]
+        return _case(work.case, work.cluster, place, seat)
 
 
 def _case(case: Case, cluster: ClusterSpec, place: Place, seat: Any) -> tuple[float, float]:
@@ -147,15 +145,14 @@ def _trained_s(job: Job, plan: Plan, graph: LayerGraph, place: Place, seat: Any)
     return statistics.median(loss.step_time_s for loss in log.losses[steps // 3 :])
 
 
-def run(work: Work) -> list[dict[str, Any]]:
+def run(cases: Sequence[Case], cluster: ClusterSpec, rounds: int) -> list[dict[str, Any]]:
     """All cases on one cluster, round after round."""
-    rounds = [_round(work) for _ in range(work.rounds)]
-    return [_row(case, work, [found[place] for found in rounds]) for place, case in enumerate(work.cases)]
+    found = [[_once(Work(case=case, cluster=cluster)) for case in cases] for _ in range(rounds)]
+    return [_row(case, cluster, [each[place] for each in found]) for place, case in enumerate(cases)]
 
 
-def _round(work: Work) -> list[tuple[float, float]]:
-    """In processes of its own: what earlier runs left behind in a process, gloo's threads above all, disturbs later
-    ones."""
+def _once(work: Work) -> tuple[float, float]:
+    """In processes of its own, as a run is: what earlier runs leave behind in a process slows later ones."""
     workers = LocalEngine().start(measure, work, num_workers=work.cluster.num_devices, silence_s=300)
     try:
         while (results := workers.results()) is None:
@@ -165,11 +162,11 @@ def _round(work: Work) -> list[tuple[float, float]]:
     return results[0]  # type: ignore[no-any-return]
 
 
-def _row(case: Case, work: Work, found: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _row(case: Case, cluster: ClusterSpec, found: Sequence[tuple[float, float]]) -> dict[str, Any]:
     ratios = [predicted_s / measured_s for predicted_s, measured_s in found]
     return {
         "case": str(case),
-        "devices": work.cluster.num_devices,
+        "devices": cluster.num_devices,
         "batch": case.batch,
         "predicted_ms": round(statistics.median(predicted_s for predicted_s, _ in found) * 1e3, 3),
         "measured_ms": round(statistics.median(measured_s for _, measured_s in found) * 1e3, 3),
@@ -191,7 +188,7 @@ def main() -> None:
         cases = [case for case in wanted if not options.only or any(part in str(case) for part in options.only)]
         if cases:
             cluster = detect(device="cpu", num_devices=devices)
-            rows += run(Work(cases=cases, cluster=cluster, rounds=options.rounds))
+            rows += run(cases, cluster, options.rounds)
     for row in rows:
         print(*(f"{row[key]!s:>{width}}" for key, width in _COLUMNS.items()), row["errors"])
     errors = sorted(abs(row["error"]) for row in rows)
