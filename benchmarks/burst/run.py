@@ -189,7 +189,8 @@ def simulate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             cell = list(scaling(profile, batch, arguments.devices, arguments.burst_limit, sharing))
             rows += cell
             _plot(cell, f"{profile.model}-{profile.device}-{batch}")
-    errors = [abs(row["planner_error"]) for row in rows if row["planner_error"] is not None]
+    plans = [row for row in rows if row["strategy"] == "burst"]
+    errors = [abs(row["planner_error"]) for row in plans if row["planner_error"] is not None]
     result = {
         "burst_limit": arguments.burst_limit,
         "background": sharing is not None,

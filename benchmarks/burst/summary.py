@@ -15,6 +15,7 @@ NAMES = {
 STRATEGIES = ("data", "data+background", "static", "burst", "burst+background")
 SHOWN_BATCH = 256
 SHOWN_SCALES = (8, 32, 128, 1024)
+RATIO_SCALES = (32, 64, 128, 256, 1024)
 LEAST_SCALE = 32
 """From here on a cluster's throughput is compared."""
 
@@ -30,6 +31,12 @@ def summary(results: Mapping[str, Any]) -> str:
         "least to most:",
         _totals(rows),
     ]
+    if any(row["strategy"] == "burst+background" for row in rows):
+        parts += [
+            "Work of the whole cluster with background jobs over data parallelism's alone: burst+background "
+            "(data+background, static):",
+            _by_scale(rows),
+        ]
     if results["planner_error_median"] is not None:
         parts.append(
             f"Planner's cost against the simulator: {results['planner_error_median']:.1%} in the median, "
@@ -61,6 +68,32 @@ def _steps(rows: Sequence[Row]) -> str:
             for scale in scales
         ]
         lines.append(f"| {NAMES.get(model, model)}, {device} | " + " | ".join(ways) + " |")
+    return "\n".join(lines)
+
+
+def _by_scale(rows: Sequence[Row]) -> str:
+    """A line a model and batch."""
+    ratios = {
+        (row["device"], row["model"], row["batch"], row["num_devices"], row["strategy"]): row["total_over_data"]
+        for row in rows
+    }
+    scales = sorted({key[3] for key in ratios if key[3] >= LEAST_SCALE and key[3] in RATIO_SCALES})
+    lines = [
+        "| | batch | " + " | ".join(f"{scale} devices" for scale in scales) + " |",
+        "| --- | --- |" + " --- |" * len(scales),
+    ]
+    for device, model in _models(rows):
+        for batch in sorted({row["batch"] for row in rows}):
+            cells = [
+                "{:.2f} ({:.2f}, {:.2f})".format(
+                    *(
+                        ratios[device, model, batch, scale, way]
+                        for way in ("burst+background", "data+background", "static")
+                    )
+                )
+                for scale in scales
+            ]
+            lines.append(f"| {NAMES.get(model, model)}, {device} | {batch} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
