@@ -47,6 +47,8 @@ _TRUST = 0.03
 """Where the simulator has a plan slower than its cost by more, relative to the cost, others are simulated too."""
 _MOST_WIDTHS_TRIED = 3
 """Of one width for all layers."""
+_BUDGETS_TRIED = 6
+"""Between a plan's device-time and one device's."""
 _LABEL_WORK = 2_000_000
 """Labels × alternatives × widths of one search, over all parts."""
 
@@ -258,7 +260,8 @@ def plan(
 
 
 def _more_certain(found: BurstSearch, point: BurstPoint, budget: float, weight: float) -> Iterator[BurstPoint]:
-    """Plans within the budget whose cost says more: without branches beside each other, and of one width."""
+    """Plans within the budget whose cost may say more: without branches beside each other, of one width, and those
+    that spend less, down to one device's time."""
     if any(point.offsets):
         options = replace(found.cost.options, branches_beside=False)
         search = BurstSearch(replace(found.cost, options=options), found.model)
@@ -268,6 +271,10 @@ def _more_certain(found: BurstSearch, point: BurstPoint, budget: float, weight: 
     compute_s = layers.compute_s.sum(axis=0)
     for place in sorted(within.tolist(), key=lambda place: compute_s[place])[:_MOST_WIDTHS_TRIED]:
         yield found.of_one_width(place)
+    if not weight:
+        most, least = min(budget, point.device_seconds), min(found.one_device_seconds, point.device_seconds)
+        for part in np.linspace(1.0, 0.0, _BUDGETS_TRIED + 1)[1:]:
+            yield found.within(least + part * (most - least) * (1 - 1e-9))
 
 
 def _price(some: Plan, weight: float) -> float:
