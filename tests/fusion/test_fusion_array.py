@@ -643,3 +643,26 @@ def test_verify_does_not_compare_memory_that_nobody_has_written_yet() -> None:
             return x + self.linear(x) * kept
 
     fuse([Depth() for _ in range(2)], torch.randn(4, 3), verify=True)
+
+
+def test_verify_takes_results_that_are_written_into_through_views() -> None:
+    """As EfficientNet's head: alone, flatten is a view of the pooled map; fused it may be a copy."""
+
+    def net() -> nn.Module:
+        pool = [nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        return nn.Sequential(*pool, nn.Dropout(0.2, inplace=True), nn.Linear(4, 2))
+
+    fuse([net() for _ in range(2)], torch.randn(4, 3, 6, 6), verify=True)
+
+
+def test_indexing_with_each_members_own_indices_runs() -> None:
+    class Table(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 3))
+            self.register_buffer("places", torch.arange(4) % (seed + 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.weight[self.places].sum(0)
+
+    fuse([Table(seed) for seed in range(2)], torch.randn(4, 3), verify=True)

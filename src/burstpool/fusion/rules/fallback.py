@@ -50,7 +50,8 @@ def _vmap(call: Call) -> Kernel:
     mapped = torch.vmap(caller(call.op), in_dims=_in_dims(call))
 
     def kernel(run: Run, *arguments: Any) -> Any:
-        return mapped(*(list(a) if isinstance(a, tuple) else a for a in arguments))
+        # The graph's own kind of list is another to vmap.
+        return mapped(*(list(a) if isinstance(a, list | tuple) else a for a in arguments))
 
     return kernel
 
