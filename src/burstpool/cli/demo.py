@@ -15,6 +15,7 @@ from rich.console import Console
 
 from burstpool.cli.demo_burst import plan_and_train
 from burstpool.cli.demo_measure import measure_layers, trace_model
+from burstpool.cli.demo_share import share_gaps
 from burstpool.cli.demo_story import Step, Story
 from burstpool.cli.demo_sweep import NUM_TRIALS, sweep_many
 
@@ -22,10 +23,11 @@ STEPS = (
     Step(title="{job}: an unmodified nn.Module, traced into layers", tell=trace_model),
     Step(title="Each layer measured on one core of this machine", tell=measure_layers),
     Step(title="A burst plan for {num_devices} workers, trained beside data parallelism", tell=plan_and_train),
+    Step(title="The same burst plan with a fused sweep in its gaps", tell=share_gaps),
     Step(title=f"{NUM_TRIALS} settings of a small model, those of one width trained as one", tell=sweep_many),
 )
 _MODEL = "zoo:tiny_vgg"
-_MODEL_SETTINGS = {"width": 64, "batch": 16}
+_MODEL_SETTINGS = {"width": 64, "batch": 32}
 """Large enough that its layers differ in how many devices they pay for."""
 
 
