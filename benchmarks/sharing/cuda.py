@@ -93,6 +93,7 @@ def at_work(which: Which, control: Any, stream: Any, piece_s: float) -> Any:
     import dataclasses
 
     from burstpool.job import load_job
+    from burstpool.run.options import RunOptions
     from burstpool.share.array_steps import ArrayStep
     from burstpool.share.gpu import JobAtWork
     from burstpool.share.graph_steps import GraphStep
@@ -107,7 +108,8 @@ def at_work(which: Which, control: Any, stream: Any, piece_s: float) -> Any:
         )
     else:
         job = dataclasses.replace(load_job(f"zoo:{which.name}"), batch=which.batch)
-        steps = GraphStep(job, stream=stream, control=control, piece_s=piece_s, autocast="bf16")
+        options = RunOptions(device="cuda", autocast="bf16")
+        steps = GraphStep(job, stream=stream, control=control, piece_s=piece_s, options=options)
         work = JobAtWork(str(which), steps, FixedFeeder(job))
     work.start()
     return work

@@ -17,7 +17,7 @@ from burstpool.job import Job, load_job
 from burstpool.run.worker import JobSource
 from burstpool.share.budget import Budget
 from burstpool.share.feeding import Feeder
-from burstpool.share.gpu import BackgroundWork, Idle, JobAtWork, SharedGpu, alone_in_a_group, start_background, streams
+from burstpool.share.gpu import BackgroundWork, Idle, JobAtWork, SharedGpu, alone_in_a_group, memory_cap, streams
 from burstpool.share.graph_steps import GraphStep
 
 pytestmark = [
@@ -70,6 +70,11 @@ def at_work(source: str, control: dist.ProcessGroup, stream: torch.cuda.Stream, 
     return JobAtWork(source, steps, feeder)
 
 
+def start_background(work: JobAtWork) -> BackgroundWork:
+    work.start()
+    return BackgroundWork(work)
+
+
 def alone(source: str, control: dist.ProcessGroup) -> list[list[float]]:
     high, _ = streams(torch.device("cuda", 0))
     work = at_work(source, control, high)
@@ -84,7 +89,7 @@ def test_both_jobs_train_as_they_do_alone(control: dist.ProcessGroup, gaps: bool
     high, low = streams(torch.device("cuda", 0))
     foreground = at_work("zoo:tiny_vgg", control, high)
     foreground.start()
-    background = start_background(at_work("zoo:tiny_resnet", control, low), memory_bytes=8 << 30)
+    background = start_background(at_work("zoo:tiny_resnet", control, low))
     program: list[int | Idle] = list(range(len(foreground.steps.pieces)))
     if gaps:
         program.insert(2, Idle(length_s=5e-4))
@@ -106,7 +111,7 @@ def test_a_background_that_fails_ends_alone(control: dist.ProcessGroup, fault: s
     foreground.start()
     job = load_job("zoo:tiny_mlp")
     job = dataclasses.replace(job, data=Faulty(job.data, fault, after=20 * job.batch))
-    background = start_background(at_work("zoo:tiny_mlp", control, low, job), memory_bytes=8 << 30)
+    background = start_background(at_work("zoo:tiny_mlp", control, low, job))
     shared = SharedGpu(foreground, (background,), Budget(slowdown=2.0))
     shared.run(STEPS)
     deadline = time.monotonic() + 40
@@ -121,8 +126,8 @@ def test_a_background_that_fails_ends_alone(control: dist.ProcessGroup, fault: s
 def test_a_background_that_needs_too_much_memory_is_refused(control: dist.ProcessGroup) -> None:
     _, low = streams(torch.device("cuda", 0))
     work = at_work("zoo:tiny_resnet", control, low)
-    with pytest.raises(ShareError, match="more than 1024 bytes"):
-        start_background(work, memory_bytes=1024)
+    with pytest.raises(ShareError, match="more than 1024 bytes"), memory_cap("it", low.device, 1024):
+        work.start()
     work.feeder.close()
 
 

@@ -100,7 +100,7 @@ def test_the_summary_has_a_line_a_model(scaling: ModuleType, model: Profile) -> 
 
     rows = list(scaling.scaling(model, 256, [8, 32], 2.0, FixedRates()))
     text = summary.summary({"rows": rows, "planner_error_median": 0.01, "planner_error_most": 0.2})
-    assert text.count("| random, A100 |") == 2
+    assert text.count("| random, A100 |") == 3  # steps, totals, and with background jobs
     assert "1.0% in the median, 20.0% at most" in text
     best = max(row["total_over_data"] for row in rows if (row["strategy"], row["num_devices"]) == ("static", 32))
     assert f"{best:.2f}–{best:.2f}" in text

@@ -223,7 +223,7 @@ def _enter(
     task: Any,
 ) -> None:
     """What a worker process runs."""
-    _die_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     doing = SharedDoing(memory)
     doing.say(phrase("starting"))
@@ -259,7 +259,7 @@ def _enter(
         sys.exit(1)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Has the kernel kill this process when the one that started it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -76,6 +76,13 @@ class ArrayStep:
     def capture(self) -> None:
         """Makes `pieces`. Trains nothing."""
         torch.cuda.synchronize()
+        random = self.array.streams.states()
+        try:
+            self._capture()
+        finally:
+            self.array.streams.restore(random)
+
+    def _capture(self) -> None:
         with torch.cuda.stream(self.stream), kept(self.state()):
             try:
                 graph = self._captured()

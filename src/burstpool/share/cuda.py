@@ -6,10 +6,10 @@ calls this drives the GPU. Plans of several devices are refused: each GPU would 
 """
 
 import contextlib
+import gc
 import logging
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from burstpool.errors import BurstpoolError, CaptureError, RunError, ShareError
-from burstpool.job import Job
 from burstpool.report.timeline import Event, Timeline
 from burstpool.run.checkpoint import held_tensors, save_checkpoint, state_of
 from burstpool.run.export import export_weights
 from burstpool.run.folder import RunFolder, StepLoss
+from burstpool.run.options import RunOptions
 from burstpool.run.trainer import InterruptedRun, counted_interrupts, prepare
 from burstpool.run.worker import JobSource
 from burstpool.share.announce import StepLog, slowdowns
@@ -35,7 +35,7 @@ from burstpool.share.gpu import (
     JobAtWork,
     SharedGpu,
     alone_in_a_group,
-    start_background,
+    memory_cap,
     streams,
 )
 from burstpool.share.graph_steps import GraphStep
@@ -70,6 +70,10 @@ def share_on_cuda(request: ShareRequest, *, observer: Callable[[ShareProgress], 
     """See `ShareFunction`."""
     if request.plan.num_devices != 1:
         raise ShareError("a GPU is shared under a plan of one device; pass --devices 1")
+    if request.plan.num_minibatches != 1:
+        raise ShareError(
+            "a GPU is shared under a plan of one minibatch a step; plan with more devices or fewer samples"
+        )
     if not torch.cuda.is_available():
         raise RunError("there is no CUDA device here; pass --device cpu")
     if request.options.autocast == "fp16":
@@ -104,27 +108,28 @@ class _Sharing:
         self._seen_s = 0.0
 
     def run(self) -> ShareOutcome:
-        """Until the foreground has ended, or was interrupted."""
-        with counted_interrupts() as interrupts:
-            foreground = self._foreground()
-            for beside in self.backgrounds:
-                if not interrupts():
-                    self._start(beside)
-            fillers = [beside.filler for beside in self.backgrounds if beside.filler is not None]
-            gpu = SharedGpu(foreground, fillers, self.request.budget, watch=self._watch)
-            self._begun_s = time.monotonic()
-            gpu.run(self.request.steps - len(foreground.losses), stop=lambda: interrupts() > 0)
+        """Until the foreground has ended, or was interrupted; whatever ends it, what it has learnt is kept."""
+        foreground = self._foreground()
+        for beside in self.backgrounds:
+            self._start(beside)
+        fillers = [beside.filler for beside in self.backgrounds if beside.filler is not None]
+        allow_nan = self.request.options.allow_nan
+        gpu = SharedGpu(foreground, fillers, self.request.budget, watch=self._watch, allow_nan=allow_nan)
+        self._begun_s = time.monotonic()
+        try:
+            with counted_interrupts() as interrupts:
+                gpu.run(self.request.steps - len(foreground.losses), stop=lambda: interrupts() > 0)
+        finally:
             self._took_s = time.monotonic() - self._begun_s
-        self._keep(foreground)
-        outcome = self._outcome(foreground, gpu)
+            self._keep(foreground, gpu)
         if len(foreground.losses) < self.request.steps:
             raise InterruptedRun(self.folder.path, len(foreground.losses))
-        return outcome
+        return self._outcome(foreground, gpu)
 
     def _foreground(self) -> JobAtWork:
         source = JobSource(source=self.request.foreground, settings=dict(self.request.settings))
         job = replace(source.load(), batch=self.request.plan.batch)
-        steps = GraphStep(job, stream=self.high, control=self.control, autocast=self._autocast)
+        steps = GraphStep(job, stream=self.high, control=self.control, options=self.request.options)
         feeder = Feeder(source, job)
         self.stack.callback(feeder.close)
         work = JobAtWork(job.name, steps, feeder)
@@ -150,37 +155,37 @@ class _Sharing:
     def _filler(self, beside: _Beside) -> Filler:
         wanted = beside.wanted
         sources = [JobSource(source=wanted.source, settings=dict(settings)) for settings in wanted.settings]
-        jobs = [source.load() for source in sources]
-        steps: GraphStep | ArrayStep
         try:
-            if len(jobs) > 1:
-                steps = ArrayStep(jobs, stream=self.low, piece_s=PIECE_S, autocast=self._autocast)
-            else:
-                steps = GraphStep(
-                    jobs[0], stream=self.low, control=self.control, piece_s=PIECE_S, autocast=self._autocast
-                )
-            return self._captured(beside, steps, sources[0], jobs[0])
+            return self._captured(beside, sources)
         except CaptureError as error:
-            if len(jobs) > 1:
+            if len(sources) > 1:
                 raise
             _LOG.warning("background %s runs as a process of its own: %s", wanted.name, error)
+        gc.collect()  # what the capture had taken of the GPU's memory
+        torch.cuda.empty_cache()
         process = SecondProcess(
             wanted.name, sources[0], autocast=self._autocast, memory_bytes=self._memory_bytes(wanted)
         )
         beside.alone_s, beside.losses, beside.steps_before = process.alone_s, process.losses, process.steps_done
         return process
 
-    def _captured(self, beside: _Beside, steps: GraphStep | ArrayStep, source: JobSource, job: Job) -> BackgroundWork:
-        feeder = Feeder(source, job, memory_bytes=beside.wanted.memory_bytes or 4 << 30, niceness=10)
-        work = JobAtWork(beside.wanted.name, steps, feeder)
-        try:
-            background = start_background(work, memory_bytes=self._memory_bytes(beside.wanted))
-        except BaseException:
-            feeder.close()
-            raise
+    def _captured(self, beside: _Beside, sources: Sequence[JobSource]) -> BackgroundWork:
+        wanted, jobs = beside.wanted, [source.load() for source in sources]
+        steps: GraphStep | ArrayStep
+        with memory_cap(wanted.name, self.low.device, self._memory_bytes(wanted)), contextlib.ExitStack() as cleaning:
+            if len(jobs) > 1:
+                steps = ArrayStep(jobs, stream=self.low, piece_s=PIECE_S, autocast=self._autocast)
+            else:
+                options = RunOptions(device="cuda", autocast=self._autocast)
+                steps = GraphStep(jobs[0], stream=self.low, control=self.control, piece_s=PIECE_S, options=options)
+            feeder = Feeder(sources[0], jobs[0], memory_bytes=wanted.memory_bytes or 4 << 30, niceness=10)
+            cleaning.callback(feeder.close)
+            work = JobAtWork(wanted.name, steps, feeder)
+            work.start()
+            cleaning.pop_all()
         work.read(all_of_them=True)
         beside.alone_s, beside.losses, beside.steps_before = steps.alone_s, work.losses, len(work.losses)
-        return background
+        return BackgroundWork(work)
 
     def _memory_bytes(self, wanted: Background) -> int:
         """An equal share of what the foreground leaves, or what was asked for if that is less."""
@@ -196,6 +201,11 @@ class _Sharing:
         return self.request.options.autocast
 
     def _watch(self, gpu: SharedGpu) -> None:
+        every = self.request.options.checkpoint_every
+        step = gpu.foreground.steps.step
+        if every and step % every == 0 and step < self.request.steps:
+            torch.cuda.synchronize()
+            self._save(gpu.foreground, self.folder.checkpoints)
         now_s = time.monotonic()
         if self.observer is None or now_s - self._seen_s < _VIEW_S or not gpu.measured.step_s:
             return
@@ -214,14 +224,25 @@ class _Sharing:
             )
         )
 
-    def _keep(self, foreground: JobAtWork) -> None:
-        """Checkpoints of all jobs, and the foreground's weights."""
+    def _keep(self, foreground: JobAtWork, gpu: SharedGpu) -> None:
+        """The foreground's losses, checkpoint and weights; then checkpoints of the captured background jobs."""
+        torch.cuda.synchronize()
+        times_s = gpu.measured.step_s
+        early = len(foreground.losses) - len(times_s)
+        self.folder.add_losses(
+            StepLoss(step=step, loss=loss, step_time_s=times_s[step - early] if step >= early else 0.0)
+            for step, [loss] in enumerate(foreground.losses)
+        )
         checkpoint = self._save(foreground, self.folder.checkpoints)
         if checkpoint is not None:
             export_weights(checkpoint, self.folder.weights)
         for index, beside in enumerate(self.backgrounds):
             if isinstance(beside.filler, BackgroundWork):
-                self._save(beside.filler.work, self.folder.path / "background" / str(index) / "checkpoints")
+                try:
+                    beside.filler.finish()
+                    self._save(beside.filler.work, self.folder.path / "background" / str(index) / "checkpoints")
+                except Exception as error:  # a full disk, say: the foreground has what it needs
+                    _LOG.warning("background %s could not be saved: %s", beside.wanted.name, error)
 
     def _save(self, work: JobAtWork, folder: Path) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -258,11 +279,6 @@ class _Sharing:
         )
         log.save(self.folder.path / SHARING)
         losses = [loss for [loss] in foreground.losses]
-        lines = [math.nan] * (len(losses) - len(measured.step_s)) + measured.step_s
-        self.folder.add_losses(
-            StepLoss(step=step, loss=loss, step_time_s=0.0 if math.isnan(time_s) else time_s)
-            for step, (loss, time_s) in enumerate(zip(losses, lines, strict=True))
-        )
         timeline = _timeline(gpu, self.request.options.timeline_steps)
         if timeline is not None:
             timeline.save(self.folder.timeline)
@@ -278,14 +294,13 @@ class _Sharing:
     def _background_outcome(self, beside: _Beside) -> BackgroundOutcome:
         filler = beside.filler
         trained = len(beside.losses) - beside.steps_before
-        work_s = filler.done_s if filler is not None else 0.0
         reason = beside.reason or (filler.ended if filler is not None else "")
         many = len(beside.wanted.settings) > 1
         return BackgroundOutcome(
             name=beside.wanted.name,
             device=0,
             steps=trained,
-            kept=work_s / self._took_s if beside.alone_s and self._took_s else None,
+            kept=trained * beside.alone_s / self._took_s if beside.alone_s and self._took_s else None,
             alone_step_s=beside.alone_s,
             state="failed" if reason else "ended",
             reason=reason,
@@ -298,7 +313,7 @@ class _Sharing:
 def _timeline(gpu: SharedGpu, steps: int) -> Timeline | None:
     """The last steps on the device: the foreground's compute, and the background's pieces."""
     spans = list(gpu.spans)[-steps:] if steps else []
-    if not spans:
+    if not spans or not gpu.measured.step_s:
         return None
     first = spans[0].begin
     events: list[Event] = []

@@ -8,7 +8,6 @@ Ignores batches whose shapes change from step to step; they cannot be captured e
 """
 
 import os
-import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -19,11 +18,13 @@ import torch
 import torch.multiprocessing
 from torch.utils import _pytree as pytree
 
+from burstpool.engine.local import die_with
 from burstpool.errors import JobError, ShareError
 from burstpool.job import Job
 from burstpool.run.loading import Batch, Batches
 from burstpool.run.order import Position
 from burstpool.run.worker import JobSource
+from burstpool.share.gated import cap_memory
 
 _PLACES = 3
 """Batches that may be loaded ahead."""
@@ -135,7 +136,12 @@ class Feeder:
         self._process = self._context.Process(
             target=_feed,
             args=(self._source, self._position, self._places, self._ready, self._free, theirs),
-            kwargs={"memory_bytes": self._memory_bytes, "niceness": self._niceness, "batch": self._job.batch},
+            kwargs={
+                "memory_bytes": self._memory_bytes,
+                "niceness": self._niceness,
+                "batch": self._job.batch,
+                "parent": os.getpid(),
+            },
             daemon=True,
         )
         self._process.start()
@@ -206,8 +212,10 @@ def _feed(
     batch: int,
     memory_bytes: int | None,
     niceness: int,
+    parent: int,
 ) -> None:
     """What the process runs."""
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when to end
     os.nice(niceness)
     torch.set_num_threads(1)
@@ -216,8 +224,7 @@ def _feed(
         batches = Batches(job, ((0, batch),), batch=batch)
         batches.start_at(position)
         if memory_bytes is not None:
-            limit = _data_bytes() + memory_bytes
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+            cap_memory(memory_bytes)
         place = 0
         while True:
             free.acquire()
@@ -232,10 +239,3 @@ def _feed(
     except BaseException as error:  # whatever the user's data does
         failure.send(" ".join(f"{type(error).__name__}: {error}".split())[:300])
         raise SystemExit(1) from None
-
-
-def _data_bytes() -> int:
-    """Private memory of this process, as RLIMIT_DATA counts it."""
-    with open("/proc/self/status") as status:
-        sizes = {line.split(":")[0]: line.split(":")[1] for line in status}
-    return int(sizes["VmData"].split()[0]) * 1024

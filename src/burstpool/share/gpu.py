@@ -19,7 +19,6 @@ as a device-side assertion in a background's kernel, ends the whole process.
 import collections
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from burstpool.errors import ShareError
+from burstpool.errors import RunError, ShareError
 from burstpool.run.loading import Batch
+from burstpool.run.losses import not_finite
 from burstpool.share.budget import Allowance, Budget, Controller, Gap, StepTaken
 from burstpool.share.feeding import Feeder
 from burstpool.share.pieces import Piece
@@ -47,6 +47,7 @@ class Steps(Protocol):
     """A job's steps on a stream, in pieces: `GraphStep`, or a fused array's."""
 
     stream: torch.cuda.Stream
+    step: int
     pieces: list[Piece]
     piece_times_s: list[float]
     alone_s: float
@@ -101,7 +102,10 @@ class JobAtWork:
             self._late.append((host, _recorded(self.steps.stream)))
 
     def read(self, *, all_of_them: bool = False) -> bool:
-        """Takes in the losses that have arrived; whether all numbers were finite."""
+        """Takes in the losses that have arrived; whether in each step any number was finite.
+
+        A member of an array that turns NaN stops alone.
+        """
         finite = True
         while self._late:
             host, event = self._late[0]
@@ -111,7 +115,7 @@ class JobAtWork:
                 break
             self._late.popleft()
             self.losses.append([float(x) for x in host.reshape(-1)])
-            finite = finite and all(map(math.isfinite, self.losses[-1]))
+            finite = finite and any(map(math.isfinite, self.losses[-1]))
         return finite
 
 
@@ -143,11 +147,11 @@ class Filler(Protocol):
         ...
 
     def look_after(self) -> None:
-        """Now and then: ends it when it has gone bad. Never raises, never waits."""
+        """Now and then: ends it when it has gone bad. Never raises."""
         ...
 
     def finish(self) -> None:
-        """Waits for what was started."""
+        """Ends the step that has begun, and waits for it."""
         ...
 
     def close(self) -> None:
@@ -194,6 +198,13 @@ class BackgroundWork:
 
     def launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
         """See `Filler`."""
+        try:
+            return self._launch(gate)
+        except Exception as error:  # whatever its optimizer or its schedule does between graphs
+            self.end(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+            return None
+
+    def _launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
         steps = self.work.steps
         if gate is not None:
             steps.stream.wait_event(gate)
@@ -218,7 +229,9 @@ class BackgroundWork:
             self.end("the loss is not finite")
 
     def finish(self) -> None:
-        """See `Filler`."""
+        """See `Filler`; a step that has begun is gone through with, so that its state is that of whole steps."""
+        while self._next and not self.ended:
+            self.launch(None)
         self.work.read(all_of_them=True)
 
     def close(self) -> None:
@@ -235,7 +248,7 @@ class BackgroundWork:
             batch = self.work.feeder.take()
         except ShareError as error:
             self._failures += 1
-            if self._failures > MOST_RESTARTS:
+            if self._failures >= MOST_RESTARTS:
                 self.end(str(error))
             else:
                 self.work.feeder.restart()
@@ -251,21 +264,23 @@ class Credit:
     """Seconds that were allowed and not yet used: what is less than a piece is kept for the next step."""
 
     def __init__(self) -> None:
-        self._left_s = 0.0
+        self.left_s = 0.0
 
     def add(self, allowed_s: float, *, piece_s: float) -> None:
         """A step's allowance; no more than a piece's length is saved from earlier ones, lest work comes in bursts."""
-        self._left_s = min(self._left_s, piece_s) + allowed_s
+        self.left_s = min(self.left_s, piece_s) + allowed_s
 
-    def spend(self, piece_s: float) -> bool:
-        """Takes a piece's length off if there is enough."""
-        if piece_s > self._left_s:
-            return False
-        self._left_s -= piece_s
-        return True
+    def covers(self, piece_s: float) -> bool:
+        """Whether there is enough for a piece."""
+        return piece_s <= self.left_s
+
+    def spend(self, piece_s: float) -> None:
+        """Takes a piece's length off."""
+        self.left_s -= piece_s
 
 
-class _Launched(NamedTuple):
+@dataclass(slots=True)
+class _Launched:
     """A background piece that was started and may not have ended."""
 
     end: Marker
@@ -274,6 +289,8 @@ class _Launched(NamedTuple):
     in_gap: bool
     step: int
     """The foreground's step with which it was started."""
+    counted_s: float = 0.0
+    """What of it was counted in steps that it did not end in."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -284,12 +301,6 @@ class Measured:
     """End of one step to the end of the next, all of them."""
     background_s: list[float] = field(default_factory=list)
     """Background work in each, by its time alone; 0 for steps that ran alone."""
-
-    @property
-    def alone_s(self) -> float:
-        """Median of the steps alone."""
-        times = [time_s for time_s, work_s in zip(self.step_s, self.background_s, strict=True) if not work_s]
-        return statistics.median(times) if times else math.nan
 
 
 class SharedGpu:
@@ -303,17 +314,18 @@ class SharedGpu:
         *,
         program: Sequence[int | Idle] | None = None,
         watch: Callable[["SharedGpu"], None] | None = None,
+        allow_nan: bool = False,
     ) -> None:
         """`program`: the foreground's pieces by number, and gaps between them; all pieces without gaps if None."""
         self.foreground, self.backgrounds = foreground, list(backgrounds)
         self._program = list(program) if program is not None else list(range(len(foreground.steps.pieces)))
-        self._watch = watch
+        self._watch, self._allow_nan = watch, allow_nan
+        self._restarts = 0
         gaps = [Gap(length_s=part.length_s) for part in self._program if isinstance(part, Idle)]
         self.controller = Controller(budget, gaps=gaps)
         self._allowance: Allowance = self.controller.allowance
         self._overlapped, self._in_gap = Credit(), [Credit() for _ in gaps]
-        self._turn = 0
-        self._launched: collections.deque[_Launched] = collections.deque()
+        self._launched: list[_Launched] = []
         self._cycles_a_second = _cycles_a_second() if gaps else 0.0
         self.measured = Measured()
         self.spans: collections.deque[StepSpan] = collections.deque(maxlen=_KEPT_SPANS)
@@ -325,7 +337,7 @@ class SharedGpu:
         for step in range(steps):
             if stop():
                 break
-            batch = self._next_batch(ends[-1] if ends else None)
+            batch = self._next_batch(step, ends[-1] if ends else None)
             end, gates = self._launch_foreground(batch)
             self.spans.append(StepSpan(begin=gates[0], end=end))
             self._launch_background(step, gates)
@@ -337,27 +349,34 @@ class SharedGpu:
         if ends:
             self._settle(step, ends[-2:])
         torch.cuda.synchronize()
-        self.foreground.read(all_of_them=True)
+        self._read_foreground(all_of_them=True)
         for background in self.backgrounds:
             background.finish()
 
-    def _next_batch(self, previous: torch.cuda.Event | None) -> list[list[Batch]]:
+    def _next_batch(self, step: int, previous: torch.cuda.Event | None) -> list[list[Batch]]:
         """The foreground's samples; while they are missing and the GPU is idle, everything is the background's."""
         deadline = time.monotonic() + _FEED_TIMEOUT_S
-        in_flight: collections.deque[Marker] = collections.deque()
-        while (batch := self.foreground.feeder.take()) is None:
+        while (batch := self._taken()) is None:
             if time.monotonic() > deadline:
                 raise ShareError(f"no samples of {self.foreground.name} came within {_FEED_TIMEOUT_S:g} s")
-            while in_flight and in_flight[0].query():
-                in_flight.popleft()
             idle = previous is None or bool(previous.query())  # type: ignore[no-untyped-call]
-            free = idle and not self._allowance.alone and len(in_flight) < _IN_FLIGHT
-            background = self._pick() if free else None
-            if background is not None and (end := background.launch(None)) is not None:
-                in_flight.append(end)
-            else:
+            waiting = sum(1 for piece in self._launched if not piece.end.query())
+            free = idle and not self._allowance.alone and waiting < _IN_FLIGHT
+            if not (free and self._launch_next(step, None, in_gap=True)):
                 time.sleep(_NAP_S)
+        self._restarts = 0
         return batch
+
+    def _taken(self) -> list[list[Batch]] | None:
+        """The foreground's next samples, if they are there; a process that failed to load them is started again."""
+        try:
+            return self.foreground.feeder.take()
+        except ShareError:
+            self._restarts += 1
+            if self._restarts > MOST_RESTARTS:
+                raise
+            self.foreground.feeder.restart()
+            return None
 
     def _launch_foreground(self, batch: list[list[Batch]]) -> tuple[torch.cuda.Event, list[torch.cuda.Event]]:
         """Queues a step; returns the events that mark its end, and its beginning and those of its gaps."""
@@ -386,37 +405,50 @@ class SharedGpu:
             self._fill(step, gate, credit, allowed_s - less_s, in_gap=in_gap)
 
     def _fill(self, step: int, gate: torch.cuda.Event, credit: Credit, allowed_s: float, *, in_gap: bool) -> None:
-        """Starts pieces that wait for the gate."""
-        background = self._pick()
-        if allowed_s <= 0 or background is None:
+        """Starts pieces that wait for the gate, as many as are allowed."""
+        waiting = self._in_turn()
+        if allowed_s <= 0 or not waiting:
             return
-        credit.add(allowed_s, piece_s=background.next_s)
-        while background is not None and credit.spend(background.next_s):
+        credit.add(allowed_s, piece_s=waiting[0].next_s)
+        while credit.covers(min((background.next_s for background in self._in_turn()), default=math.inf)):
+            length_s = self._launch_next(step, gate, in_gap=in_gap, most_s=credit.left_s)
+            if not length_s:
+                return
+            credit.spend(length_s)
+
+    def _launch_next(
+        self, step: int, gate: torch.cuda.Event | None, *, in_gap: bool, most_s: float = math.inf
+    ) -> float:
+        """Starts a piece of the first background job in turn that has one ready; returns its length, 0 if none has."""
+        for background in self._in_turn():
             length_s = background.next_s
+            if length_s > most_s:
+                continue
             end = background.launch(gate)
             if end is None:
-                return
-            if isinstance(end, PieceSpan):
+                continue
+            if isinstance(end, PieceSpan) and self.spans:
                 self.spans[-1].pieces.append(end)
             self._launched.append(_Launched(end, length_s, in_gap, step))
-            background = self._pick()
+            return length_s
+        return 0.0
 
-    def _pick(self) -> Filler | None:
-        """The background job that has got least so far."""
-        ready = [background for background in self.backgrounds if not background.ended]
-        return min(ready, key=lambda background: background.done_s) if ready else None
+    def _in_turn(self) -> list[Filler]:
+        """The background jobs that are not over, those that have got least first."""
+        return sorted((x for x in self.backgrounds if not x.ended), key=lambda background: background.done_s)
 
     def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
         """Waits for a step's end and has the controller decide on the next one."""
         ends[-1].synchronize()
         done_s = {False: 0.0, True: 0.0}
-        while self._launched and self._launched[0].end.query():
-            piece = self._launched.popleft()
-            done_s[piece.in_gap] += piece.length_s
+        for piece in self._launched:
+            if piece.end.query():
+                done_s[piece.in_gap] += piece.length_s - piece.counted_s
+        self._launched = [piece for piece in self._launched if not piece.end.query()]
         if len(ends) > 1:
             time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
             self._observe(StepTaken(time_s=time_s, overlapped_s=done_s[False], in_gaps_s=done_s[True]), step)
-        self.foreground.read()
+        self._read_foreground()
         for background in self.backgrounds:
             background.look_after()
 
@@ -424,10 +456,18 @@ class SharedGpu:
         """A step in which nothing ended may still have had a part of a long piece in it: then it was not alone."""
         under_way = next((piece for piece in self._launched if piece.step <= step), None)
         if under_way is not None and taken.overlapped_s + taken.in_gaps_s == 0:
-            taken = replace(taken, overlapped_s=min(under_way.length_s, taken.time_s) / 2)
+            part_s = min(under_way.length_s - under_way.counted_s, taken.time_s) / 2
+            under_way.counted_s += part_s
+            taken = replace(taken, overlapped_s=part_s)
         self._allowance = self.controller.observe(taken)
         self.measured.step_s.append(taken.time_s)
         self.measured.background_s.append(taken.overlapped_s + taken.in_gaps_s)
+
+    def _read_foreground(self, *, all_of_them: bool = False) -> None:
+        before = len(self.foreground.losses)
+        if not self.foreground.read(all_of_them=all_of_them) and not self._allow_nan:
+            bad = next(i for i, x in enumerate(self.foreground.losses[before:], before) if not math.isfinite(x[0]))
+            raise RunError(not_finite(self.foreground.losses[bad][0], bad))
 
 
 @contextlib.contextmanager
@@ -451,20 +491,21 @@ def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]
     return high, low
 
 
-def start_background(work: JobAtWork, *, memory_bytes: int | None) -> BackgroundWork:
-    """Makes a background ready within a limit of device memory; raises ShareError or CaptureError if it cannot be."""
-    device = work.steps.stream.device
+@contextlib.contextmanager
+def memory_cap(name: str, device: torch.device, memory_bytes: int | None) -> Iterator[None]:
+    """What is allocated on the device inside may take so much more than before; else ShareError."""
+    if memory_bytes is None:
+        yield
+        return
     total = torch.cuda.get_device_properties(device).total_memory
     taken = torch.cuda.memory_reserved(device)
-    if memory_bytes is not None:
-        torch.cuda.set_per_process_memory_fraction(min((taken + memory_bytes) / total, 1.0), device)
+    torch.cuda.set_per_process_memory_fraction(min((taken + memory_bytes) / total, 1.0), device)
     try:
-        work.start()
+        yield
     except torch.OutOfMemoryError as error:
-        raise ShareError(f"background {work.name} needs more than {memory_bytes} bytes of the GPU's memory") from error
+        raise ShareError(f"background {name} needs more than {memory_bytes} bytes of the GPU's memory") from error
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    return BackgroundWork(work)
 
 
 def _cycles_a_second() -> float:

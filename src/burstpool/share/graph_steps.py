@@ -9,8 +9,8 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -42,12 +42,12 @@ class GraphStep:
         stream: torch.cuda.Stream,
         control: dist.ProcessGroup,
         piece_s: float = math.inf,
-        autocast: Literal["bf16"] | None = None,
+        options: RunOptions | None = None,
     ) -> None:
         """Builds and traces the model; `warm_up` as many times as `warm_up_steps` says, then `capture`."""
         self.job, self.stream, self._piece_s = job, stream, piece_s
-        options = RunOptions(device="cuda", autocast=autocast)
-        traced = trace_job(job)
+        options = replace(options or RunOptions(), device="cuda", device_timeline=False, cuda_graphs=True)
+        traced = trace_job(job, fallback=options.fallback)
         plan = even_plan(traced.graph, num_devices=1, batch=job.batch, name=job.name)
         seat = Seat(device=0, on=stream.device, backend="gloo", control=control, doing=Silent())
         before = torch.cuda.current_stream()
@@ -59,6 +59,7 @@ class GraphStep:
         self.step = 0
         """Steps that have begun."""
         self._graphs: StepGraphs | None = None
+        self._cut: list[CutGraph] = []
         self._loss: torch.Tensor | None = None
         self.pieces: list[Piece] = []
         """What a step does, in order, after `begin`; on this step's stream."""
@@ -106,7 +107,7 @@ class GraphStep:
 
     def run_uncaptured(self) -> None:
         """Makes the whole step, called eagerly, the only piece: for a foreground that graphs cannot hold."""
-        self._graphs = None
+        self._graphs, self._cut = None, []
         self.pieces = [self._run_eagerly]
         self.piece_times_s = [self.alone_s]
 

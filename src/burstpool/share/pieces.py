@@ -71,10 +71,10 @@ class CutGraph:
         self._graph = graph
         self._executables: list[_Handle] = []
         raw = _Handle(graph.raw_cuda_graph())
-        nodes = _ordered(raw)
         self.pieces: list[Piece] = []
+        nodes = _ordered(raw) if math.isfinite(target_s) else []
         ends: list[int] = []
-        if math.isfinite(target_s) and len(nodes) > 1:
+        if len(nodes) > 1:
             bounds = [*range(0, len(nodes), max(len(nodes) // _MOST_PROBES, 1)), len(nodes)]
             times_s = timed(self._made(raw, nodes, bounds))
             self._free()
@@ -146,9 +146,15 @@ def _launch(executable: _Handle) -> None:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CaptureError(f"the CUDA driver cannot be called: {error}") from None
 
 
 def _call(name: str, *arguments: Any) -> None:
-    if status := getattr(_driver(), name)(*arguments):
+    function = getattr(_driver(), name, None)
+    if function is None:
+        raise CaptureError(f"the CUDA driver is too old to cut graphs: it has no {name}")
+    if status := function(*arguments):
         raise CaptureError(f"{name} of the CUDA driver failed with status {status}")

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.multiprocessing
 
+from burstpool.engine.local import die_with
 from burstpool.errors import BurstpoolError, ShareError
 from burstpool.job import Job
 from burstpool.run.even import even_plan
@@ -64,13 +65,14 @@ class SecondProcess:
         self.losses: list[list[float]] = []
         self._times_s: list[float] = []
         context = torch.multiprocessing.get_context("spawn")
-        self._permits, self._finished = context.Semaphore(0), context.Value("q", 0)
+        # Without a lock: there is one writer, and it may be killed at any moment.
+        self._permits, self._finished = context.Semaphore(0), context.RawValue("q", 0)
         self._answers, theirs = context.Pipe(duplex=False)
         self._given, self._hang_s, self._heard = 0, hang_s, time.monotonic()
         self._process: Any = context.Process(
             target=_train,
             args=(source, self._permits, self._finished, theirs),
-            kwargs={"autocast": autocast, "memory_bytes": memory_bytes},
+            kwargs={"autocast": autocast, "memory_bytes": memory_bytes, "parent": os.getpid()},
             daemon=True,
         )
         self._process.start()
@@ -168,8 +170,10 @@ def _train(
     *,
     autocast: Literal["bf16"] | None,
     memory_bytes: int | None,
+    parent: int,
 ) -> None:
     """What the process runs."""
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when to end
     os.nice(10)
     try:
