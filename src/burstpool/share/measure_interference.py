@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from burstpool.errors import ShareError
 from burstpool.share.gated import take_lowest_priority
 from burstpool.share.interference import COMMUNICATION, KINDS, InterferenceTable, Pair
 
 _LEAD_S = 0.02
 """Between being told and starting, so that both have been told."""
+_TRIES = 6
 
 
 def measure_on_cpu(
@@ -36,6 +38,7 @@ def measure_on_cpu(
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(theirs, lowest), daemon=True)
         process.start()
+        theirs.close()  # its own end is then the only one: its death shows as the end of the pipe
         ends.append(ours)
         processes.append(process)
     try:
@@ -73,10 +76,24 @@ def _measure(
 
 
 def _rates(told: Sequence[tuple[Connection, str]], window_s: float) -> list[float]:
-    start_s = time.time() + _LEAD_S
-    for end, kind in told:
-        end.send((kind, start_s, window_s))
-    return [end.recv() for end, _ in told]
+    """Times a second, of all that are told; a window in which the first did not run once is tried again, longer."""
+    kinds = " beside ".join(kind for _, kind in told)
+    try:
+        for _ in range(_TRIES):
+            for end, kind in told:
+                end.send(kind)
+            for end, _ in told:
+                end.recv()  # it is there, and has made its layer
+            start_s = time.time() + _LEAD_S
+            for end, _ in told:
+                end.send((start_s, window_s))
+            counts = [end.recv() for end, _ in told]
+            if counts[0]:
+                return [count / window_s for count in counts]
+            window_s *= 2
+    except (EOFError, OSError):
+        raise ShareError(f"a process that measured {kinds} has died; is there enough memory?") from None
+    raise ShareError(f"{kinds}: it did not run once in {window_s:g} s; the machine is too busy to measure on")
 
 
 def _run(end: Connection, lowest: bool) -> None:
@@ -86,16 +103,23 @@ def _run(end: Connection, lowest: bool) -> None:
         take_lowest_priority()
     layers: dict[str, Callable[[], object]] = {}
     while True:
-        kind, start_s, window_s = end.recv()
-        layer = layers.setdefault(kind, LAYERS[kind]())
+        kind = end.recv()
+        if kind not in layers:
+            layers[kind] = LAYERS[kind]()
+        layers[kind]()
+        end.send("ready")
+        end.send(count_in_window(layers[kind], *end.recv()))
+
+
+def count_in_window(layer: Callable[[], object], start_s: float, window_s: float) -> int:
+    """How often it ran in a window of the machine's clock: the same for both processes, whoever was told first."""
+    while time.time() < start_s:
         layer()
-        while time.time() < start_s:
-            layer()
-        begun_s, count = time.perf_counter(), 0
-        while (spent_s := time.perf_counter() - begun_s) < window_s:
-            layer()
-            count += 1
-        end.send(count / spent_s)
+    count = 0
+    while time.time() < start_s + window_s:
+        layer()
+        count += 1
+    return count
 
 
 def trained(model: nn.Module, *inputs: torch.Tensor) -> Callable[[], object]:
