@@ -12,6 +12,8 @@ from burstpool.job import load_job
 from burstpool.profiling.profile import LayerProfile, Profile
 from burstpool.run.even import even_plan
 from burstpool.run.setup import trace_job
+from burstpool.run.trainer import InterruptedRun
+from burstpool.share.base import ShareOutcome, ShareRequest
 from burstpool.share.interference import InterferenceTable, Pair
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
@@ -50,6 +52,12 @@ def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.Captu
         (["share", JOBS, "--with", "zoo:tiny_mlp", "--device", "abacus"], "pass --device cpu"),
         (["share", JOBS, "--with", f"{JOBS} width=3", "--steps", "5"], "no hyper-parameter 'width'"),
         (["share", JOBS, "--with", "'zoo:tiny_mlp"], "cannot be read"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp", "--batch", "-5"], "--batch"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp", "--batch", "0"], "--batch"),
+        *[
+            (["share", JOBS, "--with", "zoo:tiny_mlp", "--memory", memory], f"--memory {memory} must be more than 0")
+            for memory in ("nan", "inf", "0", "-5")
+        ],
     ],
 )
 def test_mistakes_end_in_one_line(
@@ -60,6 +68,17 @@ def test_mistakes_end_in_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert message in lines[0]
+
+
+def test_an_interrupted_run_says_its_step_and_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(request: ShareRequest, **_: object) -> ShareOutcome:
+        raise InterruptedRun(request.run_folder, 7)
+
+    monkeypatch.setattr("burstpool.share.cpu.share_on_cpu", interrupted)
+    assert run(["share", JOBS, "--with", JOBS, "--run-folder", str(tmp_path / "run")]) == 130
+    assert f"stopped after step 7; what it has learnt is in {tmp_path / 'run'}" in capsys.readouterr().err
 
 
 def test_values_of_settings_make_an_array_and_an_array_is_spread_over_devices() -> None:

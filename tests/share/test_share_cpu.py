@@ -1,6 +1,11 @@
 """Sharing on CPU workers, with real processes."""
 
+import contextlib
 import math
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +13,21 @@ import pytest
 import torch
 
 from burstpool.engine.base import Place, phrase
+from burstpool.errors import ShareError
 from burstpool.job import load_job
 from burstpool.run.even import even_plan
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
-from burstpool.run.trainer import train
+from burstpool.run.trainer import InterruptedRun, train
 from burstpool.share.announce import StepLog, p95, slowdowns
-from burstpool.share.base import Background, ShareOutcome, ShareRequest, find
+from burstpool.share.base import Background, ShareOutcome, ShareRequest, find, refuse_used
 from burstpool.share.budget import Allowance, Budget, Moment
 from burstpool.share.cpu import share_on_cpu
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gate import Gate
 from burstpool.share.gated import GatedDoing
 from burstpool.share.keeper import Keeper, sliced_plan
+from burstpool.share.measure_interference import LAYERS, _rates, _run, count_in_window, measure_on_cpu
 from burstpool.share.memory import MemoryWatch
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
@@ -181,25 +188,170 @@ def test_slowdowns_compare_with_the_alone_steps_in_between() -> None:
 class _Job:
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.is_here = True
 
-    def evict(self, reason: str) -> None:
+    def evict(self, reason: str) -> bool:
         self.calls.append(f"evict: {reason}")
+        return True
 
     def readmit(self) -> None:
         self.calls.append("readmit")
+        self.is_here = True
 
 
 def test_memory_that_runs_short_evicts_one_after_another_and_lets_them_come_back() -> None:
-    free, (first, last) = [50 << 20], (_Job(), _Job())
-    watch = MemoryWatch([first, last], reserve=100 << 20, available=lambda: free[0])
+    free, (first, last, ended) = [50 << 20], (_Job(), _Job(), _Job())
+    ended.is_here = False
+    watch = MemoryWatch([first, last, ended], reserve=100 << 20, available=lambda: free[0])
     watch.look()
+    watch.look()  # the last is still leaving
     assert not first.calls
+    assert not ended.calls
     assert last.calls == ["evict: 50 MiB of memory were free, fewer than 100 MiB"]
+    last.is_here = False
     watch.look()
     assert len(first.calls) == 1
+    first.is_here = False
     free[0] = 150 << 20  # not yet: coming back would take it below again
     watch.look()
     free[0] = 300 << 20
     watch.look()
     watch.look()
     assert first.calls[-1] == last.calls[-1] == "readmit"
+
+
+class _Attempts(Keeper):
+    """A keeper whose attempts are the test's."""
+
+    def __init__(self, folder: Path, attempt: Callable[["_Attempts"], None]) -> None:
+        self.attempt, self.attempts = attempt, 0
+        super().__init__(Background(source=JOBS), Gate.create(folder / "gate"), folder)
+
+    def _prepare(self) -> Any:
+        return None
+
+    def _losses(self) -> list[Any]:
+        return []
+
+    def _attempt(self) -> None:
+        self.attempts += 1
+        self.attempt(self)
+
+
+def until_asked(keeper: _Attempts) -> None:
+    while keeper.gate.allowed_s(Moment.COMPUTING) != math.inf:
+        time.sleep(0.001)
+    raise InterruptedRun(keeper.folder, 0)
+
+
+def test_stopping_a_job_that_was_evicted_does_not_start_it_again(tmp_path: Path) -> None:
+    keeper = _Attempts(tmp_path, until_asked)
+    keeper.gate.allow(allowance(), step=0)
+    keeper.start()
+    wait_for(lambda: keeper.is_here)
+    assert keeper.evict("no memory")
+    wait_for(lambda: not keeper.is_here)
+    keeper.stop()
+    assert keeper.join(0)
+    assert keeper.attempts == keeper.kept.evictions == 1
+    assert keeper.kept.state == "evicted"
+
+
+def test_a_job_that_was_just_starting_when_it_was_asked_to_leave_is_asked_again(tmp_path: Path) -> None:
+    def forget_once(keeper: _Attempts) -> None:
+        time.sleep(0.05)
+        keeper.gate.let_leave(False)
+        until_asked(keeper)
+
+    keeper = _Attempts(tmp_path, forget_once)
+    keeper.gate.allow(allowance(), step=0)
+    keeper.start()
+    wait_for(lambda: keeper.is_here)
+    keeper.stop()
+    assert keeper.join(0)
+    assert keeper.kept.state == "ended"
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [(None, "ended", ""), (OSError(28, "No space left on device"), "failed", "OSError: [Errno 28] No space left")],
+)
+def test_a_job_that_is_over_says_what_it_was_and_is_not_evicted(
+    error: Exception | None, state: str, reason: str, tmp_path: Path
+) -> None:
+    def attempt(keeper: _Attempts) -> None:
+        if error is not None:
+            raise error
+
+    keeper = _Attempts(tmp_path, attempt)
+    assert not keeper.evict("not started")
+    keeper.start()
+    assert keeper.join(5)
+    assert not keeper.evict("no memory")
+    assert keeper.kept.state == state
+    assert keeper.kept.reason.startswith(reason)
+    assert keeper.kept.evictions == 0
+    assert bool(keeper.kept.reason) == bool(reason)
+
+
+def test_a_process_that_goes_while_it_is_asked_to_leave_raises_nothing(tmp_path: Path) -> None:
+    class Closed:
+        def pids(self) -> list[int]:
+            raise ValueError("process object is closed")
+
+        def ask_to_stop(self) -> None: ...
+
+    keeper = _Attempts(tmp_path, until_asked)
+    keeper._engine.workers = Closed()  # type: ignore[assignment]
+    keeper.gate.allow(allowance(), step=0)
+    keeper.start()
+    assert keeper.pid is None
+    keeper.stop()
+    assert keeper.join(0)
+
+
+def wait_for(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ShareError, match="choose another"):
+        share(tmp_path, Background(source=JOBS), devices=1, steps=2)
+    with pytest.raises(ShareError, match="choose another"):
+        refuse_used(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_both_processes_count_within_one_window() -> None:
+    def layer() -> None:
+        time.sleep(0.005)
+
+    late = time.time() - 0.05  # told when half of it was over
+    assert 1 <= count_in_window(layer, late, 0.1) <= 10
+    assert count_in_window(layer, time.time() - 1, 0.1) == 0
+
+
+def test_a_measuring_process_that_dies_is_told_and_layers_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setitem(LAYERS, "linear", lambda: made.append("linear") or (lambda: None))
+    ours, theirs = multiprocessing.Pipe()
+    threads = torch.get_num_threads()
+
+    def measuring() -> None:
+        with contextlib.suppress(EOFError):
+            _run(theirs, False)
+
+    thread = threading.Thread(target=measuring, daemon=True)
+    thread.start()
+    for _ in range(3):
+        assert _rates([(ours, "linear")], 0.01)[0] > 0
+    assert made == ["linear"]
+    ours.close()
+    thread.join(5)
+    torch.set_num_threads(threads)
+    with pytest.raises(ShareError, match="has died"):
+        measure_on_cpu(kinds=["no such layer"], window_s=0.01)

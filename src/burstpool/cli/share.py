@@ -11,7 +11,9 @@ Shows the foreground's speed, its slowdown and the background's throughput while
 
 import itertools
 import json
+import math
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +45,9 @@ def share(
     plan: Annotated[Path | None, typer.Option(help="The foreground's plan; burstpool plan writes one.")] = None,
     devices: Annotated[int | None, typer.Option(help="Data parallelism on so many devices.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="Steps of the foreground.", min=1)] = 500,
-    batch: Annotated[int | None, typer.Option(help="The foreground's samples a step; the job's if left out.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="The foreground's samples a step; the job's if left out.", min=1)
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A hyper-parameter of the foreground: name=value.")
     ] = None,
@@ -59,6 +63,7 @@ def share(
     from burstpool.job import load_job, parse_settings
     from burstpool.run.folder import new_run_path
     from burstpool.run.options import RunOptions
+    from burstpool.run.trainer import InterruptedRun
     from burstpool.share.base import ShareRequest, find
     from burstpool.share.budget import Budget
 
@@ -82,7 +87,11 @@ def share(
         gaps=known_gaps(found, inputs),
     )
     with _progress(job.name) as observer:
-        outcome = implementation(request, observer=observer)
+        try:
+            outcome = implementation(request, observer=observer)
+        except InterruptedRun as error:
+            print(f"burstpool: {error}; what it has learnt is in {error.folder}", file=sys.stderr)
+            raise
     if as_json:
         print(json.dumps(in_short(outcome)))
         return
@@ -94,6 +103,9 @@ def background(words: str, memory_mib: float | None = None) -> "Background":
     from burstpool.job import parse_settings
     from burstpool.share.base import Background
 
+    # A fraction of a byte is no memory either.
+    if memory_mib is not None and not 1 / (1 << 20) <= memory_mib < math.inf:
+        raise ShareError(f"--memory {memory_mib:g} must be more than 0 MiB; e.g. --memory 512")
     try:
         source, *pairs = shlex.split(words)
     except ValueError as error:

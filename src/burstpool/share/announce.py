@@ -19,6 +19,8 @@ from burstpool.engine.base import Doing
 from burstpool.share.budget import Budget, Controller, Gap, Moment, StepTaken
 from burstpool.share.gate import MOMENTS, Gate
 
+SHARING = "sharing.json"
+"""What each step of the foreground was, in its run folder: a `StepLog`."""
 _COMPUTING, _WAITING, _REDUCING, _IDLE = (
     MOMENTS.index(moment) for moment in (Moment.COMPUTING, Moment.WAITING, Moment.REDUCING, Moment.IDLE)
 )

@@ -94,7 +94,7 @@ class BackgroundOutcome:
     """Its speed then over its speed alone; None where the latter could not be measured."""
     alone_step_s: float | None
     state: str
-    """`ended`, or `failed` for good."""
+    """`ended`, `failed` for good, or `evicted` for want of memory and not back when the foreground ended."""
     reason: str
     restarts: int
     evictions: int
@@ -140,6 +140,14 @@ class ShareFunction(Protocol):
     ) -> ShareOutcome:
         """Runs until the foreground has ended; raises RunError if the foreground fails, never for a background."""
         ...
+
+
+def refuse_used(folder: Path) -> None:
+    """Before anything is written: a folder that holds a run keeps it, as sharing does not go on with one."""
+    from burstpool.run.folder import RunFolder
+
+    if RunFolder(folder).record.exists():
+        raise ShareError(f"{folder} holds a run already; choose another --run-folder")
 
 
 def find(device: str) -> ShareFunction:

@@ -23,8 +23,8 @@ from burstpool.run.folder import RunFolder
 from burstpool.run.progress import Progress
 from burstpool.run.trainer import train
 from burstpool.schedule.actions import Kind
-from burstpool.share.announce import Announcer, Pace, StepLog, slowdowns
-from burstpool.share.base import BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest
+from burstpool.share.announce import SHARING, Announcer, Pace, StepLog, slowdowns
+from burstpool.share.base import BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_used
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.gate import Gate
 from burstpool.share.keeper import Keeper
@@ -35,8 +35,6 @@ _CALIBRATION_STEPS, _CALIBRATION_S = 20, 2.0
 _WARM_UP_STEPS = 3
 _STARTING_S = 60.0
 """How long a background may take to its first step before it is left out of the calibration."""
-SHARING = "sharing.json"
-"""What each step of the foreground was, in its run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +100,7 @@ class SharingEngine:
 
 def share_on_cpu(request: ShareRequest, *, observer: Callable[[ShareProgress], None] | None = None) -> ShareOutcome:
     """See `ShareFunction`."""
+    refuse_used(request.run_folder)
     # What is declared first is cleared away last: keepers write to their gates until their processes are gone.
     with (
         TemporaryDirectory(prefix="burstpool-share-", dir=_shared_memory()) as name,

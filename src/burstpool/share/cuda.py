@@ -25,9 +25,16 @@ from burstpool.run.folder import RunFolder, StepLoss
 from burstpool.run.options import RunOptions
 from burstpool.run.trainer import InterruptedRun, counted_interrupts, prepare
 from burstpool.run.worker import JobSource
-from burstpool.share.announce import StepLog, slowdowns
+from burstpool.share.announce import SHARING, StepLog, slowdowns
 from burstpool.share.array_steps import ArrayStep
-from burstpool.share.base import Background, BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest
+from burstpool.share.base import (
+    Background,
+    BackgroundOutcome,
+    ShareOutcome,
+    ShareProgress,
+    ShareRequest,
+    refuse_used,
+)
 from burstpool.share.feeding import Feeder
 from burstpool.share.gpu import (
     BackgroundWork,
@@ -48,8 +55,6 @@ _VIEW_S = 0.5
 """Between two looks of a live view."""
 _RESERVE = 0.1
 """Share of the GPU's memory that backgrounds leave free."""
-SHARING = "sharing.json"
-"""What each step of the foreground was, in its run folder."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +73,7 @@ class _Beside:
 
 def share_on_cuda(request: ShareRequest, *, observer: Callable[[ShareProgress], None] | None = None) -> ShareOutcome:
     """See `ShareFunction`."""
+    refuse_used(request.run_folder)
     if request.plan.num_devices != 1:
         raise ShareError("a GPU is shared under a plan of one device; pass --devices 1")
     if request.plan.num_minibatches != 1:

@@ -6,6 +6,7 @@ before; one that fails twice at the same step has ended. When the machine's memo
 checkpoint and leave, or killed where that takes too long, and comes back when there is room again.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -38,6 +39,8 @@ _LOG = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 """How long one that is asked to leave may take before it is killed."""
 _CHECKPOINT_EVERY = 50
+_ASK_S = 0.02
+"""Between two times that it is asked to leave: a process that is only starting has not heard the first."""
 _BLOCKS = 8
 """Blocks that a background's model is cut into: twice as many slices a step, and one for each change."""
 
@@ -103,6 +106,8 @@ class Keeper:
         self._stopping = False
         self._may_run = threading.Event()
         self._may_run.set()
+        self._at_work = False
+        self._deciding = threading.Lock()
         self._failed_at = -1
         # Here, so that a user's mistake is told before anything starts, and nothing is traced beside the foreground.
         self._prepared = self._prepare()
@@ -121,74 +126,104 @@ class Keeper:
     def pid(self) -> int | None:
         """Of the process, while there is one."""
         workers = self._engine.workers
-        pids = workers.pids() if workers is not None else []
-        return pids[0] if pids else None
+        with contextlib.suppress(ValueError):  # the keeper's thread lets go of it at this moment
+            pids = workers.pids() if workers is not None else []
+            return pids[0] if pids else None
+        return None
 
-    def evict(self, reason: str) -> None:
-        """Has it leave, and keeps it out until `readmit`."""
-        if not self._may_run.is_set():
-            return
-        self._may_run.clear()
-        self.kept.evictions += 1
-        self.kept.state, self.kept.reason = "evicted", reason
+    @property
+    def is_here(self) -> bool:
+        """Whether it has a process, or is starting one: false before `start`, while it is away, and when it is over."""
+        return self._thread.is_alive() and self._at_work
+
+    def evict(self, reason: str) -> bool:
+        """Has it leave, and keeps it out until `readmit`; False, and nothing happens, if it is not here."""
+        with self._deciding:
+            if not self._may_run.is_set() or not self.is_here:
+                return False
+            self._may_run.clear()
+            self.kept.evictions += 1
+            self.kept.state, self.kept.reason = "evicted", reason
         threading.Thread(target=self._ask_to_leave, daemon=True).start()
+        return True
 
     def readmit(self) -> None:
         """It may come back, from its checkpoint."""
         self._may_run.set()
 
     def stop(self) -> None:
-        """Ends it with a checkpoint; returns when its process is gone."""
-        self._stopping = True
+        """Ends it with a checkpoint; returns when its process is gone. One that is away stays away."""
+        with self._deciding:
+            self._stopping = True
         self._may_run.set()
-        if self._thread.is_alive():
-            self._ask_to_leave()
-            self._thread.join(_LEAVE_S)
+        self._ask_to_leave()
 
     def _ask_to_leave(self) -> None:
-        self.gate.let_leave()
-        workers, pid = self._engine.workers, self.pid
-        if workers is not None:
-            workers.ask_to_stop()
+        """Until it has: an attempt that begins at this moment is told too, and what takes too long is killed."""
         deadline = time.monotonic() + _LEAVE_S
-        while pid is not None and self.pid == pid and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if pid is not None and self.pid == pid:
-            os.kill(pid, signal.SIGKILL)
+        while self.is_here and (self._stopping or not self._may_run.is_set()):
+            self.gate.let_leave()
+            if (workers := self._engine.workers) is not None:
+                workers.ask_to_stop()
+            if time.monotonic() > deadline and (pid := self.pid) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_ASK_S)
+        if self._stopping and self._thread.is_alive():
+            self._thread.join()
 
     def _keep(self) -> None:
-        """Until it has ended, failed twice at one step, or is stopped."""
-        while not self._stopping:
-            self._may_run.wait()
-            self.gate.let_leave(False)
-            self.kept.state = "running"
-            try:
-                self._attempt()
-                self.kept.state = "ended"
-                break
-            except InterruptedRun:
-                continue  # asked to leave
-            except BurstpoolError as error:
-                if self._stopping or not self._may_run.is_set():
-                    continue  # killed because it did not leave in time
-                if not self._goes_on_after(error):
+        """Until it has ended, failed twice at one step, or is stopped. Whatever happens, the state says what it was."""
+        try:
+            while not self._stopping:
+                self._may_run.wait()
+                if not self._keep_once():
                     break
-            finally:
-                self.gate.forget_slice()
-                self.kept.losses = self._losses()
+        except Exception as error:  # its losses cannot be read, say
+            self._fail(error)
+        finally:
+            self._at_work = False
         if self.kept.state == "running":
             self.kept.state = "ended"
 
-    def _goes_on_after(self, error: BurstpoolError) -> bool:
+    def _keep_once(self) -> bool:
+        """One attempt, from its checkpoint; whether there may be another."""
+        with self._deciding:
+            self._at_work = self._may_run.is_set() and not self._stopping
+            if not self._at_work:
+                return True
+            self.gate.let_leave(False)
+            self.kept.state = "running"
+        try:
+            self._attempt()
+        except InterruptedRun:
+            return True  # asked to leave
+        except Exception as error:
+            # Killed because it did not leave in time, or something of its own.
+            return self._stopping or not self._may_run.is_set() or self._goes_on_after(error)
+        finally:
+            self.gate.forget_slice()
+            self.kept.losses = self._losses()
+            self._at_work = False
+        with self._deciding:
+            self.kept.state = "ended"
+        return False
+
+    def _goes_on_after(self, error: Exception) -> bool:
         step = self._reached()
-        self.kept.reason = str(error)
         if not isinstance(error, RunError) or step <= self._failed_at:
-            self.kept.state = "failed"
-            _LOG.warning("background %s has failed: %s", self.kept.name, error)
+            self._fail(error)
             return False
+        self.kept.reason = str(error)
         self._failed_at = step
         self.kept.restarts += 1
         return True
+
+    def _fail(self, error: Exception) -> None:
+        words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
+        with self._deciding:
+            self.kept.state, self.kept.reason = "failed", words
+        _LOG.warning("background %s has failed: %s", self.kept.name, words)
 
     def _reached(self) -> int:
         """The step it was in: losses come in batches, and the last ones of a process that was killed are missing."""

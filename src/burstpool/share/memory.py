@@ -1,8 +1,9 @@
 """Memory of the machine: what background jobs may take, and what happens when it runs short.
 
 The rule: a reserve of a tenth of the machine's memory, at most 2 GiB, stays free for the foreground. When less than
-that is available, the background job that was started last is evicted; when twice the reserve is available again, it
-comes back. Where the system does not say what is available, nothing is evicted.
+that is available, the background job that was started last is evicted, and the one before only when that one's process
+is gone and it was not enough; when twice the reserve is available again, they come back. Where the system does not say
+what is available, nothing is evicted.
 """
 
 import threading
@@ -18,8 +19,13 @@ _PLENTY = 1 << 40
 class Evictable(Protocol):
     """A background job that can be sent away and come back."""
 
-    def evict(self, reason: str) -> None:
-        """Has it leave soon; nothing happens if it is away."""
+    @property
+    def is_here(self) -> bool:
+        """Whether a process of it takes memory, or soon will."""
+        ...
+
+    def evict(self, reason: str) -> bool:
+        """Has it leave soon; False, and nothing happens, if it is not here."""
         ...
 
     def readmit(self) -> None:
@@ -72,11 +78,13 @@ class MemoryWatch:
     def look(self) -> None:
         """Evicts one job, lets one come back, or does nothing."""
         free = self._available()
+        if self._away and self._away[-1].is_here:
+            return  # it is leaving: what that frees is not known yet
         if free < self._reserve:
-            here = [job for job in self._jobs if job not in self._away]
-            if here:
+            here = [job for job in self._jobs if job not in self._away and job.is_here]
+            words = f"{free >> 20} MiB of memory were free, fewer than {self._reserve >> 20} MiB"
+            if here and here[-1].evict(words):
                 self._away.append(here[-1])
-                here[-1].evict(f"{free >> 20} MiB of memory were free, fewer than {self._reserve >> 20} MiB")
         elif free > 2 * self._reserve and self._away:
             self._away.pop().readmit()
 
