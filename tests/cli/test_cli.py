@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from burstpool.cli.app import app, run
+from burstpool.cli.demo_share import arrays_s
 from burstpool.profiling.profile import Profile
+from burstpool.share.base import BackgroundOutcome
 
 
 def test_profile_shows_a_table_and_writes_a_profile_that_loads_again(
@@ -41,9 +43,23 @@ def test_profile_imports_and_estimates_measurements_of_others(
     assert "estimated from A100" in shown
 
 
-def test_demo_tells_the_story(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_the_demo_compares_sharing_with_has_the_arrays_side_by_side() -> None:
+    outcome = BackgroundOutcome(
+        name="", device=0, steps=30, kept=None, alone_step_s=0.1, state="ended", reason="", restarts=0, evictions=0,
+        losses=[],
+    )  # fmt: skip
+    assert arrays_s([outcome] * 4, cores=2) == pytest.approx(6.0)
+    assert arrays_s([outcome] * 4, cores=8) == pytest.approx(3.0)
+    assert arrays_s([], cores=2) == 0
+
+
+def test_demo_tells_the_story(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burstpool.cluster.reductions._TRIES", 1)  # the second is for accuracy
     folder = tmp_path / "demo"
-    assert run(["demo", "zoo:tiny_mlp", "--devices", "2", "--steps", "6", "--run-folder", str(folder), "--json"]) == 0
+    words = ["demo", "zoo:tiny_mlp", "--devices", "2", "--steps", "6", "--trials", "6", "--run-folder", str(folder)]
+    assert run([*words, "--json"]) == 0
     printed, shown = capsys.readouterr()
     assert "traced into layers" in shown
     assert "A sample costs" in shown

@@ -17,14 +17,14 @@ from burstpool.cli.demo_burst import plan_and_train
 from burstpool.cli.demo_measure import measure_layers, trace_model
 from burstpool.cli.demo_share import share_gaps
 from burstpool.cli.demo_story import Step, Story
-from burstpool.cli.demo_sweep import NUM_TRIALS, sweep_many
+from burstpool.cli.demo_sweep import sweep_many
 
 STEPS = (
     Step(title="{job}: an unmodified nn.Module, traced into layers", tell=trace_model),
     Step(title="Each layer measured on one core of this machine", tell=measure_layers),
     Step(title="A burst plan for {num_devices} workers, trained beside data parallelism", tell=plan_and_train),
     Step(title="The same burst plan with a fused sweep in its gaps", tell=share_gaps),
-    Step(title=f"{NUM_TRIALS} settings of a small model, those of one width trained as one", tell=sweep_many),
+    Step(title="{num_trials} settings of a small model, those of one width trained as one", tell=sweep_many),
 )
 _MODEL = "zoo:tiny_vgg"
 _MODEL_SETTINGS = {"width": 64, "batch": 32}
@@ -35,6 +35,7 @@ def demo(
     model: Annotated[str, typer.Argument(metavar="[JOB]", help="What to look at: job.py or zoo:NAME.")] = _MODEL,
     devices: Annotated[int, typer.Option(help="Workers that stand for devices.", min=1)] = 4,
     steps: Annotated[int, typer.Option(help="Training steps of each run.", min=1)] = 60,
+    trials: Annotated[int, typer.Option(help="Settings that the sweep tries.", min=1)] = 64,
     run_folder: Annotated[
         Path | None, typer.Option(help="Where to write runs and reports; runs/demo-TIME if left out.")
     ] = None,
@@ -53,10 +54,11 @@ def demo(
         job=load_job(model, settings),
         num_devices=devices,
         steps=steps,
+        num_trials=trials,
         folder=run_folder or new_run_path("demo", Path("runs")),
     )
     for number, step in enumerate(STEPS, 1):
-        title = step.title.format(job=story.job.name, num_devices=devices)
+        title = step.title.format(job=story.job.name, num_devices=devices, num_trials=trials)
         story.say(f"{'' if number == 1 else chr(10)}{number}. {title}", style="bold")
         step.tell(story)
     if as_json:

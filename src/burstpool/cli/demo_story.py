@@ -31,6 +31,8 @@ class Story:
     """Workers on this machine's cores."""
     steps: int
     """Training steps of each run."""
+    num_trials: int
+    """Of the sweep."""
     folder: Path
     """Where runs and reports are written."""
     traced: "TracedModel | None" = None
@@ -50,6 +52,6 @@ class Step:
     """One part of the demo."""
 
     title: str
-    """What it shows, in one line; `{job}` and `{num_devices}` stand for the story's."""
+    """What it shows, in one line; `{job}`, `{num_devices}` and `{num_trials}` stand for the story's."""
     tell: Callable[[Story], None]
     """Does it, prints it, and leaves what it found in the story."""

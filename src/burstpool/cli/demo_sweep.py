@@ -2,8 +2,6 @@
 
 from burstpool.cli.demo_story import Story
 
-NUM_TRIALS = 64
-
 
 def sweep_many(story: Story) -> None:
     """Over the handwritten digits."""
@@ -15,7 +13,7 @@ def sweep_many(story: Story) -> None:
             "zoo:tiny_mlp",
             {"lr": "log:1e-3..1e0", "width": [32, 64]},
             search="random",
-            trials=NUM_TRIALS,
+            trials=story.num_trials,
             steps=200,
             threads=1,
             run_folder=story.folder / "sweep",
