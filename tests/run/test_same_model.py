@@ -61,7 +61,7 @@ SOME_WAYS = [
     ("tiny_transformer", "1-4-2"),
 ]
 WAYS = list(itertools.product(MODELS, TRANSITIONS)) if IS_FULL else SOME_WAYS
-NUM_RANDOM = 200 if IS_FULL else 12
+NUM_RANDOM = 200 if IS_FULL else 6
 RANDOM_STEPS = 3
 BATCH_NORMS = {
     "images": BatchNormCheck(num_samples=(3, 1, 5), shape=(4, 3, 3)),

@@ -79,20 +79,21 @@ def test_foreground_background_and_fused_array_train_as_they_do_alone(tmp_path: 
         Background(source=JOBS, settings=({"lr": 0.02, "hidden": 48},), lowest_priority=False),
         Background(source=JOBS, settings=settings, lowest_priority=False),
         devices=1,
-        steps=120,
+        steps=60,
     )
-    assert list(found.losses) == losses_alone(tmp_path / "alone", devices=1, steps=120)
+    assert list(found.losses) == losses_alone(tmp_path / "alone", devices=1, steps=60)
     single, array = found.backgrounds
     assert single.state == array.state == "ended"
     job = load_job(JOBS, {"lr": 0.02, "hidden": 48})
-    count = min(len(single.losses), 60)
+    count = min(len(single.losses), 30)
     assert count > 20
     plan = sliced_plan(trace_job(job).graph, batch=job.batch, name="background")
     own = train(JOBS, plan, steps=count, run_folder=tmp_path / "own", settings={"lr": 0.02, "hidden": 48})
     assert single.losses[:count] == [loss.loss for loss in own.losses]
     assert len(array.losses) > 20
-    alone = array_alone(settings, len(array.losses), tmp_path)
-    assert array.losses == [list(losses) for losses in alone]
+    count = min(len(array.losses), 60)
+    alone = array_alone(settings, count, tmp_path)
+    assert array.losses[:count] == [list(losses) for losses in alone]
     assert found.background_steps > 0
     assert found.background_kept is not None
     assert found.timeline is not None
