@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from burstpool.share.budget import Controller, Slices, StepTaken
+from burstpool.share.budget import Controller, Credit, StepTaken
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class Simulated:
     alone: list[bool] = field(default_factory=list)
 
     def run(self, controller: Controller, steps: int) -> "Simulated":
-        draw, overlap, gap = random.Random(self.seed), Slices(), Slices()
+        draw, overlap, gap = random.Random(self.seed), Credit(), Credit()
         for step in range(steps):
             allowance = controller.allowance
             overlapped_s = self._whole(overlap, allowance.overlapped_s, allowance.alone)
@@ -43,10 +43,15 @@ class Simulated:
             self.alone.append(allowance.alone)
         return self
 
-    def _whole(self, slices: Slices, allowed_s: float, alone: bool) -> float:
+    def _whole(self, credit: Credit, allowed_s: float, alone: bool) -> float:
         if alone or not self.slice_s:
             return allowed_s
-        return slices.take(allowed_s, self.slice_s) * self.slice_s
+        credit.add(allowed_s, piece_s=self.slice_s)
+        work_s = 0.0
+        while credit.covers(self.slice_s):
+            credit.spend(self.slice_s)
+            work_s += self.slice_s
+        return work_s
 
     def mean(self, start: int = 0, stop: int | None = None) -> float:
         chosen = self.slowdowns[start:stop]

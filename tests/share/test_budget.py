@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from share_simulation import Simulated
 
 from burstpool.errors import ShareError
-from burstpool.share.budget import Budget, Controller, Gap, Moment, Slices, StepTaken
+from burstpool.share.budget import Budget, Controller, Credit, Gap, Moment, StepTaken
 
 MEAN_OVER, TAIL_OVER = 0.01, 0.05
 """The bars: how far over the budget the mean and the p95 of all steps may lie."""
@@ -156,13 +156,22 @@ def test_alone_steps_are_some_at_first_and_rare_later() -> None:
     assert 0.02 < sum(found.alone[100:]) / len(found.alone[100:]) < 0.06
 
 
-def test_slices_carry_what_is_left_over_but_save_up_at_most_one() -> None:
-    slices = Slices()
-    assert [slices.take(0.4, 1.0) for _ in range(5)] == [0, 0, 1, 0, 1]
-    assert slices.take(3.5, 1.0) == 3
+def test_credit_carries_what_is_left_over_but_saves_up_at_most_a_piece() -> None:
+    credit = Credit()
+
+    def pieces(allowed_s: float) -> int:
+        credit.add(allowed_s, piece_s=1.0)
+        count = 0
+        while credit.covers(1.0):
+            credit.spend(1.0)
+            count += 1
+        return count
+
+    assert [pieces(0.4) for _ in range(5)] == [0, 0, 1, 0, 1]
+    assert pieces(3.5) == 3
     for _ in range(100):
-        slices.take(0.0, 1.0)
-    assert slices.take(1.0, 1.0) <= 2
+        credit.add(0.5, piece_s=1.0)
+    assert credit.left_s == 1.5
 
 
 @pytest.mark.parametrize(

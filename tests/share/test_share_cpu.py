@@ -160,11 +160,11 @@ def test_a_small_allowance_adds_up_to_a_slice_now_and_then(tmp_path: Path) -> No
     for step in range(30):
         gate.allow(allowance(0.3), step=step)
         if doing._has_credit(Moment.COMPUTING):
-            doing._credit_s[Moment.COMPUTING] -= 1.0
+            doing._credit[Moment.COMPUTING].spend(1.0)
             started += 1
     assert 8 <= started <= 9
     gate.allow(allowance(alone=True), step=31)
-    doing._credit_s[Moment.COMPUTING] = 5.0
+    doing._credit[Moment.COMPUTING].left_s = 5.0
     assert not doing._has_credit(Moment.COMPUTING)  # an alone step is alone, whatever was saved up
 
 

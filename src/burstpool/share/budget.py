@@ -137,20 +137,23 @@ class Allowance:
                 return math.inf
 
 
-class Slices:
-    """Turns allowed seconds into whole slices, the rest carried over, so that a small allowance is not lost."""
+class Credit:
+    """Seconds that were allowed and not yet used: what is less than a piece is kept for the next step."""
 
     def __init__(self) -> None:
-        self._credit_s = 0.0
+        self.left_s = 0.0
 
-    def take(self, allowed_s: float, slice_s: float) -> int:
-        """How many slices of this length may start; never saves up more than one."""
-        if not 0 < slice_s < math.inf:
-            raise ShareError(f"slice_s={slice_s} must be more than 0")
-        credit_s = self._credit_s + allowed_s
-        count = int(credit_s / slice_s)
-        self._credit_s = min(credit_s - count * slice_s, slice_s)
-        return count
+    def add(self, allowed_s: float, *, piece_s: float) -> None:
+        """A step's allowance; no more than a piece's length is saved from earlier ones, lest work comes in bursts."""
+        self.left_s = min(self.left_s, piece_s) + allowed_s
+
+    def covers(self, piece_s: float) -> bool:
+        """Whether there is enough for a piece."""
+        return piece_s <= self.left_s
+
+    def spend(self, piece_s: float) -> None:
+        """Takes a piece's length off."""
+        self.left_s -= piece_s
 
 
 class Cost:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from burstpool.engine.base import Doing, Place, phrase
-from burstpool.share.budget import Moment
+from burstpool.share.budget import Credit, Moment
 from burstpool.share.gate import Gate
 
 _PATIENCE_S = 1.0
@@ -53,7 +53,7 @@ class GatedDoing:
         self._inner, self._gate = inner, gate
         self._moment: Moment | None = None
         self._foreground_step = -1.0
-        self._credit_s = dict.fromkeys(Moment, 0.0)
+        self._credit = {moment: Credit() for moment in Moment}
         self._slice_s = 0.0
         self._step = -1
 
@@ -78,7 +78,7 @@ class GatedDoing:
             return
         work_s = self._gate.end_slice()
         self._slice_s = work_s if not self._slice_s else self._slice_s + 0.1 * (work_s - self._slice_s)
-        self._credit_s[self._moment] -= work_s
+        self._credit[self._moment].spend(work_s)
         self._moment = None
 
     def _wait(self) -> Moment:
@@ -100,10 +100,9 @@ class GatedDoing:
         if gate.step != self._foreground_step:
             self._foreground_step = gate.step
             for each in (Moment.COMPUTING, Moment.WAITING, Moment.REDUCING, Moment.IDLE):
-                # What is left over is carried, so that small allowances add up, but to no more than one slice.
-                self._credit_s[each] = min(self._credit_s[each], self._slice_s) + gate.allowed_s(each)
+                self._credit[each].add(gate.allowed_s(each), piece_s=self._slice_s)
         allowed_s = gate.allowed_s(moment)
-        return allowed_s == float("inf") or (allowed_s > 0 and self._credit_s[moment] >= self._slice_s)
+        return allowed_s == float("inf") or (allowed_s > 0 and self._credit[moment].covers(self._slice_s))
 
 
 def take_lowest_priority() -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from burstpool.errors import RunError, ShareError
 from burstpool.run.loading import Batch
 from burstpool.run.losses import not_finite
-from burstpool.share.budget import Allowance, Budget, Controller, Gap, StepTaken
+from burstpool.share.budget import Allowance, Budget, Controller, Credit, Gap, StepTaken
 from burstpool.share.feeding import Feeder
 from burstpool.share.pieces import Piece
 
@@ -260,25 +260,6 @@ class BackgroundWork:
         return True
 
 
-class Credit:
-    """Seconds that were allowed and not yet used: what is less than a piece is kept for the next step."""
-
-    def __init__(self) -> None:
-        self.left_s = 0.0
-
-    def add(self, allowed_s: float, *, piece_s: float) -> None:
-        """A step's allowance; no more than a piece's length is saved from earlier ones, lest work comes in bursts."""
-        self.left_s = min(self.left_s, piece_s) + allowed_s
-
-    def covers(self, piece_s: float) -> bool:
-        """Whether there is enough for a piece."""
-        return piece_s <= self.left_s
-
-    def spend(self, piece_s: float) -> None:
-        """Takes a piece's length off."""
-        self.left_s -= piece_s
-
-
 @dataclass(slots=True)
 class _Launched:
     """A background piece that was started and may not have ended."""
@@ -409,21 +390,22 @@ class SharedGpu:
         waiting = self._in_turn()
         if allowed_s <= 0 or not waiting:
             return
-        credit.add(allowed_s, piece_s=waiting[0].next_s)
-        while credit.covers(min((background.next_s for background in self._in_turn()), default=math.inf)):
-            length_s = self._launch_next(step, gate, in_gap=in_gap, most_s=credit.left_s)
-            if not length_s:
-                return
+        # The longest, as the first in turn may have no samples, and what it leaves must add up to a piece of another.
+        credit.add(allowed_s, piece_s=max(background.next_s for background in waiting))
+        while length_s := self._launch_next(step, gate, in_gap=in_gap, credit=credit):
             credit.spend(length_s)
 
     def _launch_next(
-        self, step: int, gate: torch.cuda.Event | None, *, in_gap: bool, most_s: float = math.inf
+        self, step: int, gate: torch.cuda.Event | None, *, in_gap: bool, credit: Credit | None = None
     ) -> float:
-        """Starts a piece of the first background job in turn that has one ready; returns its length, 0 if none has."""
+        """Starts a piece of the first background job in turn that has one ready; returns its length, 0 if none has.
+
+        Credit that is too small for one is saved for it: spent on others with shorter pieces, it would never suffice.
+        """
         for background in self._in_turn():
             length_s = background.next_s
-            if length_s > most_s:
-                continue
+            if credit is not None and not credit.covers(length_s):
+                return 0.0
             end = background.launch(gate)
             if end is None:
                 continue
@@ -441,10 +423,13 @@ class SharedGpu:
         """Waits for a step's end and has the controller decide on the next one."""
         ends[-1].synchronize()
         done_s = {False: 0.0, True: 0.0}
+        under_way = []
         for piece in self._launched:
-            if piece.end.query():
+            if piece.end.query():  # asked once: it may end at any moment
                 done_s[piece.in_gap] += piece.length_s - piece.counted_s
-        self._launched = [piece for piece in self._launched if not piece.end.query()]
+            else:
+                under_way.append(piece)
+        self._launched = under_way
         if len(ends) > 1:
             time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
             self._observe(StepTaken(time_s=time_s, overlapped_s=done_s[False], in_gaps_s=done_s[True]), step)

@@ -1,0 +1,206 @@
+"""The loop that shares a GPU, on a simulated one: who is started when, what is counted, who ends whom."""
+
+import math
+from typing import Any
+
+import pytest
+from fake_cuda import Clock, FakeFeeder, FakeSteps, fake_cuda
+
+from burstpool.errors import RunError, ShareError
+from burstpool.share.budget import Budget
+from burstpool.share.gpu import MOST_RESTARTS, BackgroundWork, Idle, JobAtWork, SharedGpu
+
+STEP_S = 0.01
+BUDGET = Budget(slowdown=1.10)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return fake_cuda(monkeypatch)
+
+
+def job(clock: Clock, *piece_s: float, feeder: FakeFeeder | None = None, **steps: Any) -> JobAtWork:
+    fed: Any = feeder or FakeFeeder(clock)
+    return JobAtWork("job", FakeSteps(clock, *piece_s, **steps), fed)
+
+
+def background(clock: Clock, *piece_s: float, feeder: FakeFeeder | None = None) -> BackgroundWork:
+    return BackgroundWork(job(clock, *piece_s, feeder=feeder))
+
+
+def steps_of(work: JobAtWork) -> FakeSteps:
+    assert isinstance(work.steps, FakeSteps)
+    return work.steps
+
+
+def counted_s(gpu: SharedGpu) -> float:
+    """All background work that was told to the controller, and what is still to be told."""
+    return sum(gpu.measured.background_s) + sum(piece.length_s - piece.counted_s for piece in gpu._launched)
+
+
+def test_the_foreground_takes_all_its_steps_in_order_and_the_background_some(clock: Clock) -> None:
+    foreground, beside = job(clock, STEP_S / 2, STEP_S / 2), background(clock, 3e-4, 2e-4)
+    gpu = SharedGpu(foreground, [beside], BUDGET)
+    gpu.run(60)
+    assert foreground.losses == [[float(step)] for step in range(60)]
+    assert steps_of(foreground).ran == [(step, piece) for step in range(60) for piece in (0, 1)]
+    assert gpu.measured.step_s == pytest.approx([STEP_S] * 59)
+    assert beside.steps_done > 20
+    assert beside.work.losses == [[float(step)] for step in range(beside.steps_done)]
+    assert not beside.ended
+    assert gpu.measured.background_s[:5] == [0.0] * 5  # the base is measured alone
+    assert counted_s(gpu) <= beside.done_s
+
+
+def test_a_background_whose_own_code_raises_ends_alone(clock: Clock) -> None:
+    foreground, bad, good = job(clock, STEP_S), background(clock, 3e-4, 3e-4), background(clock, 3e-4, 3e-4)
+    steps_of(bad.work).raises_in = 3
+    SharedGpu(foreground, [bad, good], BUDGET).run(100)
+    assert len(foreground.losses) == 100
+    assert bad.ended == "ValueError: a schedule of the user's"
+    assert bad.steps_done == len(bad.work.losses) == 3
+    feeder: Any = bad.work.feeder
+    assert feeder.closed
+    assert not good.ended
+    assert good.steps_done > 20
+
+
+@pytest.mark.parametrize("hungry_s", [1e-4, 2.5 * STEP_S])
+@pytest.mark.parametrize("piece_s", [1e-4, 2.5 * STEP_S])
+def test_a_background_without_samples_does_not_starve_another(clock: Clock, hungry_s: float, piece_s: float) -> None:
+    """Whichever has the longer pieces; the long ones are several steps' allowance."""
+    hungry = background(clock, hungry_s, feeder=FakeFeeder(clock, every_s=math.inf))
+    fed = background(clock, piece_s)
+    gpu = SharedGpu(job(clock, STEP_S), [hungry, fed], BUDGET)
+    gpu.run(300)
+    alone = background(clock, piece_s)
+    SharedGpu(job(clock, STEP_S), [alone], BUDGET).run(300)
+    assert hungry.steps_done == 0
+    assert fed.done_s > 0.7 * alone.done_s > 0
+
+
+def test_backgrounds_with_short_and_with_long_pieces_get_the_same(clock: Clock) -> None:
+    short, long = background(clock, 1e-4), background(clock, 2.5 * STEP_S)
+    SharedGpu(job(clock, STEP_S), [short, long], Budget(slowdown=1.05)).run(400)
+    assert short.done_s == pytest.approx(long.done_s, rel=0.2)
+
+
+def test_a_background_step_that_has_begun_is_finished(clock: Clock) -> None:
+    beside = background(clock, *[1e-3] * 7)
+    SharedGpu(job(clock, STEP_S), [beside], BUDGET).run(47)
+    ran = steps_of(beside.work).ran
+    assert ran == [(step, piece) for step in range(beside.steps_done) for piece in range(7)]
+    assert len(beside.work.losses) == beside.steps_done > 0
+
+
+def test_work_that_runs_on_into_later_steps_is_counted_once(clock: Clock) -> None:
+    beside = background(clock, 3.5 * STEP_S)
+    gpu = SharedGpu(job(clock, STEP_S), [beside], Budget(slowdown=1.5))
+    gpu.run(200)
+    assert beside.steps_done > 3
+    assert counted_s(gpu) == pytest.approx(beside.done_s)
+    shared = sum(1 for work_s in gpu.measured.background_s if work_s)
+    assert shared >= 3 * (beside.steps_done - 1)  # no step with a part of it in it was taken for one alone
+
+
+class Fleeting:
+    """A filler whose pieces end between one look and the next."""
+
+    name, ended, steps_done, next_s = "fleeting", "", 0, 1e-3
+
+    def __init__(self) -> None:
+        self.done_s = 0.0
+
+    def launch(self, gate: Any) -> "Fleeting.Piece":
+        self.done_s += self.next_s
+        return Fleeting.Piece()
+
+    class Piece:
+        looks = 0
+
+        def query(self) -> bool:
+            self.looks += 1
+            return self.looks > 1
+
+    def look_after(self) -> None: ...
+    def finish(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_work_that_ends_while_it_is_looked_at_is_counted(clock: Clock) -> None:
+    fleeting = Fleeting()
+    gpu = SharedGpu(job(clock, STEP_S), [fleeting], BUDGET)
+    gpu.run(60)
+    assert fleeting.done_s > 0
+    assert counted_s(gpu) == pytest.approx(fleeting.done_s)
+
+
+def test_while_the_foreground_waits_for_samples_the_background_has_the_gpu(clock: Clock) -> None:
+    foreground = job(clock, STEP_S, feeder=FakeFeeder(clock, every_s=2 * STEP_S))
+    beside = background(clock, 3e-4)
+    gpu = SharedGpu(foreground, [beside], BUDGET)
+    gpu.run(100)
+    assert len(foreground.losses) == 100
+    assert beside.done_s > 0.5 * 100 * STEP_S  # most of what the foreground leaves
+    assert counted_s(gpu) == pytest.approx(beside.done_s)
+    waited = max(gpu.measured.step_s) - 2 * STEP_S
+    assert waited < 3 * 3e-4  # its next step begins within two pieces
+
+
+def test_background_work_for_a_gap_begins_with_the_gap(clock: Clock) -> None:
+    foreground, beside = job(clock, STEP_S / 2, STEP_S / 2), background(clock, 3e-4)
+    gpu = SharedGpu(foreground, [beside], BUDGET, program=[0, Idle(length_s=STEP_S / 2), 1])
+    gpu.run(100)
+    assert gpu.measured.step_s == pytest.approx([1.5 * STEP_S] * 99)
+    assert beside.done_s > 0.3 * 100 * STEP_S / 2
+    starts_s = steps_of(foreground).began_s[::2]
+    first_s = steps_of(beside.work).began_s[:10]  # what a gap costs is measured first, in steps without overlap
+    assert all(any(start + STEP_S / 2 - 1e-9 <= at_s < start + STEP_S for start in starts_s) for at_s in first_s)
+
+
+def test_samples_of_the_foreground_that_fail_are_loaded_again_and_in_the_end_the_error_comes_out(clock: Clock) -> None:
+    feeder = FakeFeeder(clock, failing=MOST_RESTARTS)
+    foreground = job(clock, STEP_S, feeder=feeder)
+    SharedGpu(foreground, [], BUDGET).run(4)
+    assert len(foreground.losses) == 4
+    assert feeder.restarts == 4 * MOST_RESTARTS
+    hopeless = FakeFeeder(clock, failing=10**6)
+    with pytest.raises(ShareError, match="sample 7 is broken"):
+        SharedGpu(job(clock, STEP_S, feeder=hopeless), [], BUDGET).run(4)
+    assert hopeless.restarts == MOST_RESTARTS
+
+
+def test_samples_of_a_background_that_fail_end_it_after_some_restarts(clock: Clock) -> None:
+    feeder = FakeFeeder(clock, failing=10**6)
+    beside = background(clock, 3e-4, feeder=feeder)
+    foreground = job(clock, STEP_S)
+    SharedGpu(foreground, [beside], BUDGET).run(60)
+    assert len(foreground.losses) == 60
+    assert beside.ended == "sample 7 is broken"
+    assert feeder.restarts == MOST_RESTARTS - 1
+
+
+def test_a_foreground_that_turns_nan_ends_unless_that_is_allowed(clock: Clock) -> None:
+    def loss(step: int) -> float:
+        return math.nan if step == 20 else 1.0
+
+    with pytest.raises(RunError, match="the loss is nan in step 20"):
+        SharedGpu(job(clock, STEP_S, loss=loss), [], BUDGET).run(40)
+    foreground = job(clock, STEP_S, loss=loss)
+    SharedGpu(foreground, [], BUDGET, allow_nan=True).run(40)
+    assert len(foreground.losses) == 40
+
+
+def test_a_background_that_turns_nan_ends_alone(clock: Clock) -> None:
+    beside = BackgroundWork(job(clock, 3e-4, loss=lambda step: math.nan if step > 4 else 1.0))
+    foreground = job(clock, STEP_S)
+    SharedGpu(foreground, [beside], BUDGET).run(60)
+    assert len(foreground.losses) == 60
+    assert beside.ended == "the loss is not finite"
+
+
+def test_a_request_to_stop_ends_it_with_what_was_begun(clock: Clock) -> None:
+    foreground, beside = job(clock, STEP_S), background(clock, 3e-4, 3e-4)
+    SharedGpu(foreground, [beside], BUDGET).run(100, stop=lambda: foreground.steps.step == 30)
+    assert len(foreground.losses) == 30
+    assert len(steps_of(beside.work).ran) == 2 * beside.steps_done > 0
