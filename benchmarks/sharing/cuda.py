@@ -203,11 +203,12 @@ def two_processes(foreground: Player, background: Player, seconds: float, own_ra
 
 def compared(times: Sequence[float], alone_s: float, kept: float) -> dict[str, float]:
     """The figures of one case."""
+    from burstpool.share.announce import p95
+
     slowdown = statistics.mean(times) / alone_s
-    p95 = sorted(times)[int(0.95 * len(times))] / alone_s
     return {
         "slowdown": slowdown,
-        "slowdown_p95": p95,
+        "slowdown_p95": p95(times) / alone_s,
         "kept": kept,
         "sum_of_shares": 1 / slowdown + kept,
         "alone_s": alone_s,

@@ -30,9 +30,11 @@ _claims: list[socket.socket] = []
 
 
 def claim_core(*, num_workers: int) -> int | None:
-    """Moves this process to a core that no other Burstpool worker has claimed; None where it stays free to move.
+    """Moves this process to a core that no other Burstpool worker has claimed; None where nothing changes.
 
-    Call it before any thread is started that should stay there too. A process that has claimed one keeps it.
+    Nothing changes for a process that has claimed one, or is pinned to one core already: it stays there. Nor where the
+    system is not Linux, a worker is alone, or cores are too few or all claimed: it stays free to move.
+    Call it before any thread is started that should stay there too.
     """
     if sys.platform != "linux" or _claims:
         return None
