@@ -24,6 +24,8 @@ from burstpool.fusion.updates import UPDATES, Bucket, Update
 
 _EXACT = ("lr", "beta1", "beta2", "lr_decay")
 """Numbers that are also kept in double precision, where torch computes with Python's."""
+_REST = ("beta1", "beta2", "rho", "alpha", "dampening")
+"""Numbers whose difference to 1 is a column too: torch takes it in double precision."""
 _LARGE = 4096
 """Elements of a member's parameter from which it has a launch of its own, where there is a kernel."""
 
@@ -110,7 +112,8 @@ class Settings:
             raise FusionError(f"there is no parameter {unknown[0]!r}; groups name parameters by their state-dict keys")
         rest = [key for key in parameters if key not in taken]
         self.groups: list[dict[str, Any]] = [dict(group) for group in named]
-        if rest or not named:
+        # A group of frozen parameters alone is none: the user's optimizer has no such group.
+        if any(parameters[key].requires_grad for key in rest) or not named:
             self.groups.insert(0, {"keys": rest})
 
     def proxy(self, member: int) -> torch.optim.Optimizer:
@@ -221,11 +224,7 @@ class FusedOptimizer:
                 self.buckets.append(bucket)
 
     def _part(self, bucket: Bucket, inside: Sequence[str]) -> None:
-        sizes = [self.parameters[key][0].numel() for key in bucket.keys]
-        pieces = {
-            name: dict(zip(bucket.keys, torch.split(slot, sizes, 1), strict=True))
-            for name, slot in bucket.slots.items()
-        }
+        pieces = self._pieces(bucket.keys, bucket.slots)
         self.buckets.remove(bucket)
         for keys in (list(inside), [key for key in bucket.keys if key not in inside]):
             slots = {name: torch.cat([piece[key] for key in keys], 1) for name, piece in pieces.items()}
@@ -239,6 +238,8 @@ class FusedOptimizer:
         found = flags(groups)
         if found is None:
             raise FusionError("members differ in an option of the optimizer that is no number; use two arrays")
+        if found != bucket.flags:
+            bucket.chunks = None  # they hold flags of their own
         bucket.flags = found
         dtype, device = self.parameters[bucket.keys[0]].dtype, self.active.device
         read = [numbers(group) for group in groups]
@@ -249,6 +250,8 @@ class FusedOptimizer:
             _set(bucket.numbers, name, exact.to(dtype), device)
             if name in _EXACT:
                 _set(bucket.numbers, f"{name}_exact", exact, device)
+            if name in _REST:
+                _set(bucket.numbers, f"{name}_rest", (1 - exact).to(dtype), device)
         for name in self.update.slots(found):
             if name not in bucket.slots:
                 bucket.slots[name], bucket.chunks = self.fresh(bucket, name), None
@@ -302,6 +305,9 @@ class FusedOptimizer:
         state: dict[int, dict[str, Tensor]] = {}
         counts_steps = not isinstance(self.proxies[index], torch.optim.SGD)
         for bucket in self.buckets:
+            # Before its first step a member has no state, as torch's own; but Adagrad's, which begins with one.
+            if "sum" not in bucket.slots and float(bucket.step_M[index]) == 0:
+                continue
             shapes = [self.parameters[key].shape[1:] for key in bucket.keys]
             for name, slot in bucket.slots.items():
                 for key, part, shape in zip(
@@ -322,19 +328,20 @@ class FusedOptimizer:
         order = [key for group in self.settings.groups for key in group["keys"]]
         saved = {order[place]: slots for place, slots in state["state"].items()}
         load_numbers(self.proxies[index], state["param_groups"])
+        self.pull()  # its numbers may ask for state that the array did not have
         self._add_buckets(saved.keys() - {key for bucket in self.buckets for key in bucket.keys})
-        for bucket in self.buckets:
+        for bucket in list(self.buckets):
             present = [key for key in bucket.keys if key in saved]
             if present and len(present) < len(bucket.keys):
-                raise FusionError(f"the state has {present[0]!r} but not {set(bucket.keys) - set(present)}")
-            if not present:
-                continue
+                self._part(bucket, present)
+        for bucket in self.buckets:
+            first = saved.get(bucket.keys[0])
             # SGD counts no steps; that there is a state says that there was one.
-            bucket.step_M[index] = float(saved[present[0]].get("step", 1.0))
+            bucket.step_M[index] = 0.0 if first is None else float(first.get("step", 1.0))
             for name, slot in bucket.slots.items():
-                rows = [saved[key].get(name) for key in bucket.keys]
-                slot[index] = torch.cat([row.reshape(-1) for row in rows]) if rows[0] is not None else 0.0
-        self.pull()
+                rows = [saved[key].get(name) for key in bucket.keys] if first is not None else [None]
+                fresh = self.fresh(bucket, name)[index] if rows[0] is None else None
+                slot[index] = torch.cat([row.reshape(-1) for row in rows]) if fresh is None else fresh
 
     def state_dict(self) -> dict[str, Any]:
         """All members' state and numbers."""
@@ -357,19 +364,41 @@ class FusedOptimizer:
             )
         for proxy_, groups in zip(self.proxies, state["numbers"], strict=True):
             load_numbers(proxy_, groups)
-        device = self.active.device
-        self.buckets = [
-            Bucket(
-                list(saved["keys"]),
-                saved["group"],
-                {},
-                {},
-                saved["step"].to(device, copy=True),
-                {name: slot.to(device, copy=True) for name, slot in saved["slots"].items()},
-            )
-            for saved in state["buckets"]
-        ]
+        with torch.no_grad():
+            self._load_buckets(state["buckets"])
         self.pull()
+
+    def _load_buckets(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """In place where it can be: a recorded step finds its state where it was."""
+        origin = {key: place for place, bucket in enumerate(saved) for key in bucket["keys"]}
+        kept = [b for b in self.buckets if len({origin.get(key) for key in b.keys}) == 1]
+        pieces = [self._pieces(bucket["keys"], bucket["slots"]) for bucket in saved]
+        for bucket in kept:
+            place = origin.get(bucket.keys[0])
+            bucket.step_M.zero_() if place is None else bucket.step_M.copy_(saved[place]["step"])
+            mine = {} if place is None else pieces[place]
+            for name, slot in bucket.slots.items():
+                slot.copy_(
+                    torch.cat([mine[name][key] for key in bucket.keys], 1) if name in mine else self.fresh(bucket, name)
+                )
+            for name in mine.keys() - bucket.slots.keys():
+                found = torch.cat([mine[name][key] for key in bucket.keys], 1)
+                bucket.slots[name], bucket.chunks = found.to(bucket.step_M.device, copy=True), None
+        known = {key for bucket in kept for key in bucket.keys}
+        self.buckets = kept + [
+            self._made(old, parts, known) for old, parts in zip(saved, pieces, strict=True) if set(old["keys"]) - known
+        ]
+
+    def _made(self, saved: Mapping[str, Any], pieces: Mapping[str, Mapping[str, Tensor]], known: set[str]) -> Bucket:
+        keys = [key for key in saved["keys"] if key not in known]
+        device = self.active.device
+        slots = {n: torch.cat([p[key] for key in keys], 1).to(device, copy=True) for n, p in pieces.items()}
+        return Bucket(keys, saved["group"], {}, {}, saved["step"].to(device, copy=True), slots)
+
+    def _pieces(self, keys: Sequence[str], slots: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Slot → parameter → its columns."""
+        sizes = [self.parameters[key][0].numel() for key in keys]
+        return {name: dict(zip(keys, torch.split(slot, sizes, 1), strict=True)) for name, slot in slots.items()}
 
 
 def _set(columns: dict[str, Tensor], name: str, values: Tensor, device: torch.device) -> None:

@@ -93,15 +93,14 @@ def _damped(bucket: Bucket, grad_MP: Tensor) -> Tensor:
     if not bucket.flags["damps"]:
         return grad_MP
     undamped = (bucket.step_M <= 1).unsqueeze(1) | (bucket.number("momentum") == 0)
-    return torch.where(undamped, grad_MP, grad_MP * (1 - bucket.number("dampening")))
+    return torch.where(undamped, grad_MP, grad_MP * bucket.number("dampening_rest"))
 
 
 def adam(bucket: Bucket, grad_MP: Tensor, param_MP: Tensor) -> Step:
     """torch.optim.Adam and AdamW, with amsgrad."""
     grad_MP = _gradient(bucket, grad_MP, param_MP)
-    beta1, beta2 = bucket.number("beta1"), bucket.number("beta2")
-    mean = bucket.slots["exp_avg"].lerp_(grad_MP, 1 - beta1)
-    square = _averaged_square(bucket, "exp_avg_sq", grad_MP, beta2)
+    mean = bucket.slots["exp_avg"].lerp_(grad_MP, bucket.number("beta1_rest"))
+    square = _averaged_square(bucket, "exp_avg_sq", grad_MP, "beta2")
     # In double precision, as torch has them as Python numbers.
     step_M1 = bucket.step_M.unsqueeze(1)
     correction1 = 1 - bucket.number("beta1_exact") ** step_M1
@@ -114,29 +113,28 @@ def adam(bucket: Bucket, grad_MP: Tensor, param_MP: Tensor) -> Step:
     return torch.div(mean, denominator, out=denominator), -size_M1
 
 
-def _averaged_square(bucket: Bucket, name: str, grad_MP: Tensor, keep_M1: Tensor) -> Tensor:
-    """The running mean of the gradient's square, in place."""
-    return bucket.slots[name].mul_(keep_M1).addcmul_(grad_MP, grad_MP * (1 - keep_M1))
+def _averaged_square(bucket: Bucket, name: str, grad_MP: Tensor, keep: str) -> Tensor:
+    """The running mean of the gradient's square, in place; `keep` is the number that says how much stays."""
+    return bucket.slots[name].mul_(bucket.number(keep)).addcmul_(grad_MP, grad_MP * bucket.number(f"{keep}_rest"))
 
 
 def adadelta(bucket: Bucket, grad_MP: Tensor, param_MP: Tensor) -> Step:
     """torch.optim.Adadelta."""
     grad_MP = _gradient(bucket, grad_MP, param_MP)
     rho, eps = bucket.number("rho"), bucket.number("eps")
-    square = _averaged_square(bucket, "square_avg", grad_MP, rho)
+    square = _averaged_square(bucket, "square_avg", grad_MP, "rho")
     moved = bucket.slots["acc_delta"]
     delta = (moved + eps).sqrt_() / (square + eps).sqrt_() * grad_MP
-    moved.mul_(rho).addcmul_(delta, delta * (1 - rho))
+    moved.mul_(rho).addcmul_(delta, delta * bucket.number("rho_rest"))
     return delta, -bucket.number("lr")
 
 
 def rmsprop(bucket: Bucket, grad_MP: Tensor, param_MP: Tensor) -> Step:
     """torch.optim.RMSprop, centered and with momentum."""
     grad_MP = _gradient(bucket, grad_MP, param_MP)
-    alpha = bucket.number("alpha")
-    square = _averaged_square(bucket, "square_avg", grad_MP, alpha)
+    square = _averaged_square(bucket, "square_avg", grad_MP, "alpha")
     if bucket.flags.get("centered"):
-        mean = bucket.slots["grad_avg"].lerp_(grad_MP, 1 - alpha)
+        mean = bucket.slots["grad_avg"].lerp_(grad_MP, bucket.number("alpha_rest"))
         square = torch.addcmul(square, mean, mean, value=-1)
     moved = grad_MP / (square.sqrt() + bucket.number("eps"))
     if bucket.flags["has_momentum"]:

@@ -26,7 +26,7 @@ def _sgd(
     momentum_buffer,
     lr,
     momentum,
-    dampening,
+    dampening_rest,
     weight_decay,
     mask,
     step,
@@ -57,7 +57,7 @@ def _sgd(
         share = g
         if DAMPS:
             undamped = (tl.load(step + member) <= 1) | (keep == 0)
-            share = tl.where(undamped, g, g * (1 - tl.load(dampening + member)))
+            share = tl.where(undamped, g, g * tl.load(dampening_rest + member))
         b = tl.load(slot, mask=inside) * keep + share
         tl.store(slot, b, mask=inside)
         g = g + b * keep if NESTEROV else b
@@ -71,8 +71,9 @@ def _adam(
     exp_avg,
     exp_avg_sq,
     max_exp_avg_sq,
-    beta1,
+    beta1_rest,
     beta2,
+    beta2_rest,
     eps,
     size_of_step,
     root,
@@ -104,13 +105,14 @@ def _adam(
         else:
             g += p * tl.load(weight_decay + member)
     mean = tl.load(exp_avg + slot, mask=inside)
-    mean += (g - mean) * (1 - tl.load(beta1 + member))
-    keep = tl.load(beta2 + member)
-    square = tl.load(exp_avg_sq + slot, mask=inside) * keep + g * (g * (1 - keep))
+    mean += (g - mean) * tl.load(beta1_rest + member)
+    square = tl.load(exp_avg_sq + slot, mask=inside) * tl.load(beta2 + member)
+    square += g * (g * tl.load(beta2_rest + member))
     tl.store(exp_avg + slot, mean, mask=inside)
     tl.store(exp_avg_sq + slot, square, mask=inside)
     if AMSGRAD:
-        square = tl.maximum(tl.load(max_exp_avg_sq + slot, mask=inside), square)
+        largest = tl.load(max_exp_avg_sq + slot, mask=inside)
+        square = tl.where(largest >= square, largest, square + largest * 0.0)  # NaN of either stays
         tl.store(max_exp_avg_sq + slot, square, mask=inside)
     denominator = tl.sqrt(square) / tl.load(root + member) + tl.load(eps + member)
     tl.store(param + at, p - mean / denominator * tl.load(size_of_step + member), mask=inside)
@@ -127,7 +129,7 @@ def _sgd_step(bucket: Bucket, mask_M: Tensor) -> Callable[[Tensor, Tensor, int],
         "DECAYS": bool(flags.get("decays")),
         "MAXIMIZE": bool(flags.get("maximize")),
     }
-    columns = [numbers.get(name, lr) for name in ("momentum", "dampening", "weight_decay")]
+    columns = [numbers.get(name, lr) for name in ("momentum", "dampening_rest", "weight_decay")]
 
     def run(param: Tensor, grad: Tensor, offset: int) -> None:
         members, size = param.shape
@@ -155,7 +157,8 @@ def _adam_step(bucket: Bucket, mask_M: Tensor) -> Callable[[Tensor, Tensor, int]
     }
     mean, square = bucket.slots["exp_avg"], bucket.slots["exp_avg_sq"]
     largest = bucket.slots.get("max_exp_avg_sq", mean)
-    columns = [numbers["beta1"], numbers["beta2"], numbers["eps"], size_of_step, root, numbers["weight_decay"], shrink]
+    betas = [numbers["beta1_rest"], numbers["beta2"], numbers["beta2_rest"]]
+    columns = [*betas, numbers["eps"], size_of_step, root, numbers["weight_decay"], shrink]
 
     def run(param: Tensor, grad: Tensor, offset: int) -> None:
         members, size = param.shape
