@@ -27,6 +27,39 @@ def test_a_fused_array_verifies_on_the_device() -> None:
     fuse(nets(3, p=0.2), torch.randn(4, 3, 8, 8, device="cuda"), verify=True)
 
 
+def test_what_cannot_be_recorded_runs_as_written_where_that_is_allowed() -> None:
+    x, y = torch.randn(4, 3, 8, 8, device="cuda"), torch.randint(0, 5, (4,), device="cuda")
+
+    def waiting(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()  # which a capture refuses
+        return F.cross_entropy(out, target)
+
+    plain, other = fuse(nets(2, p=0.1), x), fuse(nets(2, p=0.1), x)
+    optimizer, second = (array.optimizer(torch.optim.Adam, lr=0.01) for array in (plain, other))
+    step = RecordedStep(other, second, waiting, x, y, must_record=False)
+    for _ in range(3):
+        losses = plain.losses(x, F.cross_entropy, y)
+        optimizer.zero_grad()
+        losses.sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x, y), losses.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_member_that_is_stopped_stays_as_it_is_in_a_recorded_step() -> None:
+    x, y = torch.randn(4, 3, 8, 8, device="cuda"), torch.randint(0, 5, (4,), device="cuda")
+    array = fuse(nets(2), x)
+    optimizer = array.optimizer(torch.optim.Adadelta, lr=0.1)
+    step = RecordedStep(array, optimizer, F.cross_entropy, x, y)
+    step(x, y)
+    array.stop(1)
+    before = array.member(1).checkpoint()
+    step(x, y)
+    after = array.member(1).checkpoint()
+    assert all(torch.equal(after["state"][key], value) for key, value in before["state"].items())
+    for place, slots in before["optimizers"][0]["state"].items():
+        assert all(torch.equal(after["optimizers"][0]["state"][place][name], slot) for name, slot in slots.items())
+
+
 def test_a_recorded_step_trains_what_the_plain_step_trains() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, 4, 3, 8, 8, device="cuda"), torch.randint(0, 5, (6, 4), device="cuda")

@@ -107,6 +107,47 @@ def test_cross_entropy_in_one_kernel_is_torchs(classes: int, smoothing: float) -
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_cross_entropy_takes_masked_logits_and_refuses_no_class_silently() -> None:
+    from burstpool.fusion.kernels.entropy import cross_entropy
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 200, device="cuda")
+    x[:, 7:50] = -torch.inf
+    target = torch.tensor([0, 199, 3, -100], device="cuda")
+    leaf = x.requires_grad_()
+    y = cross_entropy(leaf, target, -100, 0.0)
+    wanted = F.cross_entropy(leaf, target, reduction="none")
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    (mine,), (theirs,) = (torch.autograd.grad(out.sum(), leaf) for out in (y, wanted))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    beyond = cross_entropy(x.detach(), torch.tensor([200, -1, 3, 1 << 40], device="cuda"), -100, 0.0)
+    assert beyond.isnan().tolist() == [True, True, False, True]
+
+
+def test_batch_norm_and_amsgrad_pass_nan_on_as_torch_does() -> None:
+    from burstpool.fusion.kernels.batchnorm import batch_norm
+
+    x = torch.randn(2, 30, 5, device="cuda")
+    x[1, 3, 2] = torch.nan
+    one, zero = torch.ones(2, 5, device="cuda"), torch.zeros(2, 5, device="cuda")
+    running = (zero.clone(), one.clone())
+    y = batch_norm(x, None, None, (one, zero, *running), momentum=0.1, eps=1e-5, activation="relu")
+    assert bool(y[1, :, 2].isnan().all())
+    assert int(y.isnan().sum()) == 30
+    assert bool(running[1][1, 2].isnan())
+    models = [nn.Linear(8, 8).cuda() for _ in range(2)]
+    array = fuse(models, torch.ones(2, 8, device="cuda"))
+    optimizer: Any = array.optimizer(torch.optim.Adam, lr=0.1, amsgrad=True)
+    optimizer.recorded = True  # so small a parameter has the kernel only then
+    for parameter in array.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.grad[1].fill_(torch.nan)
+    optimizer.step()
+    weight = array.state.parameters["weight"]
+    assert bool(weight[0].isfinite().all())
+    assert bool(weight[1].isnan().all())
+
+
 def test_a_members_dropout_depends_on_its_own_seed_and_probability_alone() -> None:
     from burstpool.fusion.kernels.dropout import dropout
 

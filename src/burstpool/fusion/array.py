@@ -291,8 +291,13 @@ class FusedArray:
         check_same_state(self.state.skeletons[0], empty, member=index)
         for optimizer in self.optimizers:
             optimizer.check_options(options)
-        for training, mode in self._modes.items():
-            mode.admit(empty, lambda training=training: _in_mode(model, training))  # type: ignore[misc]
+        try:
+            for training, mode in self._modes.items():
+                mode.admit(empty, lambda training=training: _in_mode(model, training))  # type: ignore[misc]
+        except Exception:
+            for mode in self._modes.values():
+                mode.keep(range(index))  # those that had taken it up
+            raise
         self.jobs = [*self.jobs, job] if self.jobs and job is not None else []
         self.state.admit(model)
         self.streams.admit(index if seed is None else seed)
@@ -374,6 +379,8 @@ class FusedArray:
         return choose_lowerings(self, mode, batched, named, values, serial=self._mode_name == "fastest")
 
     def _restore_frozen(self) -> None:
+        if self.recording:
+            return  # a graph would keep today's members and values; whoever replays it restores them
         for index, saved in self._frozen.items():
             for key, value in saved.items():
                 # Past autograd's check of versions: a stopped member's backward pass is of no consequence.

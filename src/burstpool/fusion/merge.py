@@ -9,7 +9,7 @@ innermost in memory, no double precision; else, and where measuring says so, its
 """
 # ruff: noqa: N806 -- shape suffixes are capitals
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,8 +67,10 @@ class _Chain:
         return [step for step in (self.norm, self.sum, self.activation) if step is not None]
 
 
-def merged(steps: Sequence[Step], outputs: Sequence[fx.Node], fixed: set[fx.Node]) -> list[Step]:
-    """The steps, chains as one; `fixed` nodes stay as they are."""
+def merged(
+    steps: Sequence[Step], outputs: Sequence[fx.Node], fixed: set[fx.Node], batched: Mapping[fx.Node, bool]
+) -> list[Step]:
+    """The steps, chains as one; `fixed` nodes stay as they are, `batched` ones have the member dimension."""
     by_node: dict[fx.Node, Step] = {}
     for step in steps:
         if step.node in by_node:
@@ -78,7 +80,7 @@ def merged(steps: Sequence[Step], outputs: Sequence[fx.Node], fixed: set[fx.Node
     replaced: dict[fx.Node, Step | None] = {}
     for step in steps:
         free = {node: other for node, other in by_node.items() if node not in replaced}
-        chain = _chain(step, free, kept)
+        chain = _chain(step, free, kept, batched)
         if chain is not None:
             *inner, last = chain.steps
             replaced.update((s.node, None) for s in inner)
@@ -89,7 +91,9 @@ def merged(steps: Sequence[Step], outputs: Sequence[fx.Node], fixed: set[fx.Node
     return [step for step in found if step is not None]
 
 
-def _chain(step: Step, by_node: dict[fx.Node, Step], kept: set[fx.Node]) -> _Chain | None:
+def _chain(
+    step: Step, by_node: dict[fx.Node, Step], kept: set[fx.Node], batched: Mapping[fx.Node, bool]
+) -> _Chain | None:
     if not is_training_norm(step) or step.node in kept:
         return None
     following = _only_user(step.node, by_node)
@@ -99,19 +103,26 @@ def _chain(step: Step, by_node: dict[fx.Node, Step], kept: set[fx.Node]) -> _Cha
         if residual is not None:
             sum_, following = following, None if following.node in kept else _only_user(following.node, by_node)
     activation = following if following is not None and _follows(following, residual is not None) else None
-    layer = _biased(step.arguments[0], by_node, kept)
+    layer = _biased(step.arguments[0], by_node, kept, batched)
     if sum_ is None and activation is None and layer is None:
         return None
     return _Chain(step, layer, sum_, residual, activation)
 
 
-def _biased(node: fx.Node, by_node: dict[fx.Node, Step], kept: set[fx.Node]) -> Step | None:
+def _biased(
+    node: fx.Node, by_node: dict[fx.Node, Step], kept: set[fx.Node], batched: Mapping[fx.Node, bool]
+) -> Step | None:
     """The layer before the norm, where its bias is each member's own and nobody else reads its result."""
     step = by_node.get(node)
     if step is None or node in kept or len(node.users) != 1 or step.node.target not in _BIASED:
         return None
-    bias = step.arguments[2]
-    return step if isinstance(bias, fx.Node) and step.lowered.way == "rule" and step.lowered.batched else None
+    weight, bias = step.arguments[1:3]
+    if not isinstance(bias, fx.Node) or not batched.get(bias, False) or not isinstance(weight, fx.Node):
+        return None
+    # The norm's channels are dimension 1. A linear layer's outputs are the last, a convolution's of one sample the
+    # first: they are the same where the result has as many dimensions as the weight.
+    same_channels = node.meta["val"].dim() == weight.meta["val"].dim()
+    return step if same_channels and step.lowered.way == "rule" and step.lowered.batched else None
 
 
 def _without_bias(step: Step) -> Step:

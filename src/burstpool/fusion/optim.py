@@ -339,9 +339,10 @@ class FusedOptimizer:
             # SGD counts no steps; that there is a state says that there was one.
             bucket.step_M[index] = 0.0 if first is None else float(first.get("step", 1.0))
             for name, slot in bucket.slots.items():
-                rows = [saved[key].get(name) for key in bucket.keys] if first is not None else [None]
-                fresh = self.fresh(bucket, name)[index] if rows[0] is None else None
-                slot[index] = torch.cat([row.reshape(-1) for row in rows]) if fresh is None else fresh
+                if first is None or first.get(name) is None:
+                    slot[index] = self.fresh(bucket, name)[index]
+                else:
+                    slot[index] = torch.cat([saved[key][name].reshape(-1) for key in bucket.keys])
 
     def state_dict(self) -> dict[str, Any]:
         """All members' state and numbers."""

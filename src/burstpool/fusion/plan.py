@@ -99,7 +99,7 @@ class Plan:
         from burstpool.fusion.merge import merged
 
         outputs = nodes_in(self.graph.output_node().args[0])
-        self.steps = merged(self.steps, outputs, self._anchored | self._promoted)
+        self.steps = merged(self.steps, outputs, self._anchored | self._promoted, self.batched)
         self._run = None
 
     def recompile(self) -> None:

@@ -3,8 +3,9 @@
     step = RecordedStep(array, optimizer, loss, x, y)
     losses = step(x, y)                                       # [M], on the device
 
-Recording fixes the batch's shape and the array's size: after `drop` or `admit` make a new one. Learning rates and
-other numbers may change between steps, as they live on the device. On the CPU the step runs as it is written.
+Recording fixes the batch's shape and the array's members: after `drop` or `admit` make a new one. Learning rates and
+other numbers may change between steps, as they live on the device; a member may be stopped. On the CPU the
+step runs as it is written.
 Ignores host-side work between the parts: clipping by other means than `max_norm` does not fit in.
 """
 
@@ -43,7 +44,8 @@ class RecordedStep:
         """`must_record=False` runs a step that cannot be recorded as it is written, instead of refusing it."""
         self.array, self.optimizer, self.loss, self.per_member = array, optimizer, loss, per_member
         self.autocast, self.max_norm = autocast, max_norm
-        self._members = len(array)
+        self._members, self._active = len(array), array.active
+        self._must_record = must_record
         if compiled:
             array.compile()
         self._static = pytree.tree_map(_owned, (inputs, targets))
@@ -59,11 +61,32 @@ class RecordedStep:
             )
         if self._graph is None:
             return self._step(inputs, targets)
-        for mine, given in zip(pytree.tree_leaves(self._static), pytree.tree_leaves((inputs, targets)), strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(given, non_blocking=True)
+        self._check_recorded()
+        if self._graph is None:  # it was recorded anew, and could not be
+            return self._step(inputs, targets)
+        self._take(inputs, targets)
         self._graph.replay()
+        self.array._restore_frozen()
         return self._losses
+
+    def _check_recorded(self) -> None:
+        """What was recorded must be what the array is now."""
+        if self.array.active is not self._active:
+            raise FusionError("members have left or joined the array since the step was recorded; record anew")
+        if self.optimizer.keeps_state != self._keeps_state:
+            self._record()  # a member was stopped: its optimizer state stays as it is from now on
+
+    def _take(self, inputs: Any, targets: Sequence[Any]) -> None:
+        """The batch to where the recorded step reads it."""
+        mine, given = (pytree.tree_leaves(tree) for tree in (self._static, (inputs, targets)))
+        if len(mine) != len(given):
+            raise FusionError(f"the step was recorded with {len(mine)} inputs and targets, it was given {len(given)}")
+        for static, new in zip(mine, given, strict=True):
+            if isinstance(static, Tensor):
+                if new.shape != static.shape:
+                    shapes = f"{list(static.shape)}, it was given one of shape {list(new.shape)}"
+                    raise FusionError(f"the step was recorded for a tensor of shape {shapes}; record another step")
+                static.copy_(new, non_blocking=True)
 
     def _step(self, inputs: Any, targets: Sequence[Any]) -> Tensor:
         self.optimizer.zero_grad()
@@ -83,16 +106,29 @@ class RecordedStep:
         before = torch.backends.cudnn.benchmark
         # Shapes stay, so cuDNN may choose by trying; before our own lowerings are compared, as it changes their order.
         self.array.recording, torch.backends.cudnn.benchmark = True, True
+        saved = self.array.state_dict()
         try:
-            self._warm_up_and_capture()
+            self._warm_up_and_capture(saved)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            if self._must_record:
+                raise
+            self._give_up(saved)
         finally:
             self.array.recording, torch.backends.cudnn.benchmark = False, before
 
-    def _warm_up_and_capture(self) -> None:
-        saved = self.array.state_dict()
+    def _give_up(self, saved: dict[str, Any]) -> None:
+        """The loss, or the model, does what a graph cannot hold: the step runs as it is written."""
+        assert isinstance(self.optimizer, FusedOptimizer)
+        torch.cuda.synchronize(self.array.device)
+        self._graph, self.optimizer.recorded = None, False
+        self._rewind(saved)
+
+    def _warm_up_and_capture(self, saved: dict[str, Any]) -> None:
         inputs, targets = self._static
         assert isinstance(self.optimizer, FusedOptimizer)
-        self.optimizer.recorded = True
+        self.optimizer.recorded, self._keeps_state = True, self.optimizer.keeps_state
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -108,19 +144,8 @@ class RecordedStep:
 
     def _rewind(self, saved: dict[str, Any]) -> None:
         """Undoes the warm-up in place: the recorded step must find its state where it will be."""
-        assert isinstance(self.optimizer, FusedOptimizer)
         self.optimizer.zero_grad()
-        place = self.array.optimizers.index(self.optimizer)
-        before = {tuple(b["keys"]): b for b in saved["optimizers"][place]["buckets"]}
-        buckets = self.optimizer.buckets
         self.array.load_state_dict(saved)
-        self.optimizer.buckets = buckets
-        for bucket in buckets:
-            old = before.get(tuple(bucket.keys))
-            bucket.step_M.copy_(old["step"]) if old else bucket.step_M.zero_()
-            for name, slot in bucket.slots.items():
-                slot.copy_(old["slots"][name] if old else self.optimizer.fresh(bucket, name))
-        self.optimizer.pull()
 
 
 def _owned(leaf: Any) -> Any:

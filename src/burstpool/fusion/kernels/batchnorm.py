@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 ACTIVATIONS = {"": 0, "relu": 1, "hardswish": 2, "leaky_relu": 3, "silu": 4}
 """What may follow; the code is the kernels'."""
@@ -25,7 +26,7 @@ ACTIVATIONS = {"": 0, "relu": 1, "hardswish": 2, "leaky_relu": 3, "silu": 4}
 @triton.jit
 def _activated(z, slope, ACT: tl.constexpr):
     if ACT == 1:
-        z = tl.maximum(z, 0.0)
+        z = tl.where(z < 0.0, 0.0, z)  # not tl.maximum, which makes a number of NaN
     elif ACT == 2:
         z = z * tl.minimum(tl.maximum(z + 3.0, 0.0), 6.0) / 6.0
     elif ACT == 3:
@@ -40,7 +41,7 @@ def _derived(z, slope, ACT: tl.constexpr):
     """The activation's derivative."""
     d = z * 0.0 + 1.0
     if ACT == 1:
-        d = tl.where(z > 0, 1.0, 0.0)
+        d = tl.where(z <= 0, 0.0, 1.0)
     elif ACT == 2:
         d = tl.where(z <= -3.0, 0.0, tl.where(z < 3.0, z / 3.0 + 0.5, 1.0))
     elif ACT == 3:
@@ -115,7 +116,8 @@ def _statistics(
         squares += tl.load(at + MC, mask=inside, other=0.0)
     first = tl.load(x_ptr + (i // C).to(tl.int64) * x_m + i % C, mask=inside, other=0.0).to(tl.float32)
     moved = total / P
-    var = tl.maximum(squares / P - moved * moved, 0.0)
+    var = squares / P - moved * moved
+    var = tl.where(var < 0.0, 0.0, var)
     mean = first + moved
     tl.store(mean_ptr + i, mean, mask=inside)
     tl.store(rstd_ptr + i, 1.0 / tl.sqrt(var + eps), mask=inside)
@@ -346,6 +348,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, y, mean, rstd, weight, bias = ctx.saved_tensors
         M, P, C = x.shape

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _BLOCK = 2048
 
@@ -48,6 +49,7 @@ class _Dropout(torch.autograd.Function):
         return _run(x, seeds_M, chances_M)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _run(grads[0], *ctx.saved_tensors), None, None
 

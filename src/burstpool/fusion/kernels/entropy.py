@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _BLOCK = 4096
 
@@ -38,8 +39,11 @@ def _forward(x_ptr, t_ptr, loss_ptr, lse_ptr, C, x_r, ignored, smoothing, BLOCK:
     top = tl.max(largest, 0)
     lse = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
     counts = target != ignored
-    mine = tl.load(x_ptr + tl.where(counts, target, 0)).to(tl.float32)
-    loss = (1.0 - smoothing) * (lse - mine) + smoothing * (lse - tl.sum(plain, 0) / C)
+    known = (target >= 0) & (target < C)
+    mine = tl.load(x_ptr + tl.where(known, target, 0)).to(tl.float32)
+    # Without smoothing a logit of minus infinity must not count: 0 times infinity is no number.
+    spread = tl.where(smoothing > 0.0, smoothing * (lse - tl.sum(plain, 0) / C), 0.0)
+    loss = tl.where(known, (1.0 - smoothing) * (lse - mine) + spread, float("nan"))
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
     tl.store(lse_ptr + row, lse)
 
@@ -71,6 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x_RC, target_R, lse = ctx.saved_tensors
         rows, classes = x_RC.shape
@@ -88,7 +93,7 @@ def _block(classes: int) -> int:
 
 
 def cross_entropy(x_RC: Tensor, target_R: Tensor, ignored: int, smoothing: float) -> Tensor:
-    """[R] in float32: each row's loss, zero where the target is `ignored`."""
+    """[R] in float32: each row's loss, zero where the target is `ignored`, no number where there is no such class."""
     x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
     loss: Tensor = _CrossEntropy.apply(x_RC, target_R.contiguous(), ignored, smoothing)  # type: ignore[no-untyped-call]
     return loss

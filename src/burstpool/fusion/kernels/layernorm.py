@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _WIDEST = 4096
 """Features that a program can hold."""
@@ -101,6 +102,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
         M, R, F = x.shape

@@ -59,7 +59,7 @@ def norm_in_one(
     `arguments` are batch norm's own, [M, …]; the offset is each channel's, [M, C].
     """
     x, weight, bias, mean, var, _, momentum, eps, _ = arguments
-    if not kernels.usable(x) or (residual is not None and residual.dtype not in kernels.NARROW):
+    if not kernels.usable(x) or (residual is not None and residual.dtype != x.dtype):
         return None
     from burstpool.fusion.kernels.batchnorm import batch_norm, rows_of
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from burstpool.fusion.rules.base import Kernel, Run, with_members
 from burstpool.fusion.rules.window import Window
@@ -32,6 +33,7 @@ class _PointProduct(torch.autograd.Function):
         return _into(_like(x_MPC, w_MOC.shape[1]), x_MPC, w_MOC.transpose(1, 2))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_MPC, w_MOC = ctx.saved_tensors
         g_MPO = grads[0] if 1 in (grads[0].stride(1), grads[0].stride(2)) else grads[0].contiguous()
@@ -103,7 +105,7 @@ def spreading_product(batched: bool) -> Kernel:
 
     def kernel(run: Run, x: Tensor, w_MCO: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
         x_MNC = (x if batched else with_members(x, run.members)).flatten(2)
-        members, _, out_channels, *space = w_MCO.shape[:2] + w_MCO.shape[2:]
+        members, _, out_channels, *space = w_MCO.shape
         w_MCK = w_MCO.movedim(2, -1).flatten(2)
         y_MNK = _product(x_MNC, w_MCK, None)
         y = y_MNK.view(*y_MNK.shape[:2], *space, out_channels).movedim(-1, 2)

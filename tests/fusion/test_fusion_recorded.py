@@ -1,0 +1,160 @@
+"""A recorded step that no longer fits says so; chains that are merged compute what they did apart."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fusion_alone import built
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from burstpool.errors import FusionError
+from burstpool.fusion import FusedArray, fuse
+from burstpool.fusion.merge import is_training_norm
+from burstpool.fusion.step import RecordedStep
+
+X, Y = torch.linspace(-1.0, 1.0, 24).view(8, 3).double(), torch.tensor([0, 1] * 4)
+
+
+def net(seed: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Replaying:
+    """Does what a CUDA graph does, on the CPU: the recorded step on the batch that lies where it was recorded."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self.step, self.replays = step, 0
+        step._keeps_state = step.optimizer.keeps_state
+
+    def replay(self) -> None:
+        self.replays += 1
+        inputs, targets = self.step._static
+        self.step.array.recording = True
+        self.step._losses = self.step._step(inputs, targets)
+        self.step.array.recording = False
+
+
+def recorded(array: FusedArray) -> RecordedStep:
+    step = RecordedStep(array, array.optimizers[0], F.cross_entropy, X, Y)
+    step._graph = Replaying(step)  # type: ignore[assignment]
+    return step
+
+
+def ready() -> FusedArray:
+    array = fuse(built(net, 3), X)
+    array.optimizer(torch.optim.SGD, lr=[0.1, 0.2, 0.3], momentum=0.9)
+    return array
+
+
+def test_a_step_that_was_recorded_before_members_changed_is_refused() -> None:
+    array = ready()
+    step = recorded(array)
+    step(X, Y)
+    array.drop(0)
+    array.admit(net(0).double())
+    with pytest.raises(FusionError, match="left or joined"):
+        step(X, Y)
+
+
+def test_a_batch_of_another_shape_is_refused_with_both_shapes() -> None:
+    step = recorded(ready())
+    with pytest.raises(FusionError, match=r"\[8, 3\], it was given one of shape \[1, 3\]"):
+        step(X[:1], Y)
+    with pytest.raises(FusionError, match="recorded with 2 inputs and targets, it was given 1"):
+        step(X)
+
+
+def test_a_member_that_is_stopped_keeps_its_buffers_and_the_step_is_recorded_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    array = ready()
+    step = recorded(array)
+    first: Any = step._graph
+    step(X, Y)
+    monkeypatch.setattr(RecordedStep, "_record", lambda self: setattr(self, "_graph", Replaying(self)))
+    array.stop(1)
+    before = array.member(1).state_dict()
+    step(2 * X, Y)
+    assert (first.replays, step._graph.replays) == (1, 1)  # type: ignore[union-attr]
+    for key, value in array.member(1).state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_a_member_that_one_mode_refuses_is_in_no_mode() -> None:
+    class Odd(nn.Module):
+        def __init__(self, odd: bool) -> None:
+            super().__init__()
+            self.layer, self.odd = nn.Linear(3, 2).double(), odd
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y.relu() if self.odd and not self.training else y
+
+    array = fuse([Odd(False), Odd(False)], X)
+    array.eval()(X)
+    array.train()
+    with pytest.raises(FusionError):
+        array.admit(Odd(True))
+    assert len(array) == len(array.mode.operators) == 2
+    assert array(X).shape == (2, 8, 2)
+    assert array.admit(Odd(False)) == 2
+    assert array(X).shape == (3, 8, 2)
+
+
+class AnotherDimension(nn.Module):
+    """A linear layer over the last dimension, normalised over the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.layer(x)))
+
+
+class SharedBias(nn.Module):
+    """Its bias is one for all members: no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.randn(4, 3)), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(F.linear(x, self.weight, x[0, 0] + torch.arange(4).to(x.dtype))))
+
+
+@pytest.mark.parametrize(
+    ("factory", "x"),
+    [
+        (AnotherDimension, torch.randn(5, 4, 4).double()),
+        (SharedBias, torch.randn(6, 3).double()),
+        (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU()), torch.randn(6, 3).double()),
+    ],
+)
+def test_a_bias_is_taken_into_the_norm_only_where_it_is_the_norms_channels(factory: Any, x: Tensor) -> None:
+    models = built(lambda seed: factory(), 2)
+    alone = [copy.deepcopy(model) for model in models]
+    array = fuse(models, x)
+    plan = array.mode.plan(frozenset())
+    for step in plan.steps:
+        if "batch_norm" in str(step.node.target):
+            step.lowered.others["kernel"] = step.lowered.kernel  # as on a CUDA device
+            assert is_training_norm(step)
+    plan.merge()
+    found = array(x)
+    for index, model in enumerate(alone):
+        torch.testing.assert_close(found[index], model(x))
+        key = "norm.running_mean" if hasattr(model, "norm") else "1.running_mean"
+        torch.testing.assert_close(array.member(index).state_dict()[key], model.state_dict()[key])
+
+
+def test_a_second_derivative_that_would_be_wrong_is_refused() -> None:
+    from burstpool.fusion.rules.products import _PointProduct
+
+    x, w = torch.randn(2, 5, 3, requires_grad=True), torch.randn(2, 4, 3, requires_grad=True)
+    y = _PointProduct.apply(x, w).square().sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
