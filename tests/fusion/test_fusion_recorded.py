@@ -158,3 +158,23 @@ def test_a_second_derivative_that_would_be_wrong_is_refused() -> None:
     (gradient,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def test_a_member_whose_schedule_cannot_be_made_leaves_the_array_as_it_was() -> None:
+    def raising(step: int) -> float:
+        raise ValueError("no such schedule")
+
+    array, reference = ready(), ready()
+    for each in (array, reference):
+        each.scheduler(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step)
+    for turn in range(3):
+        for each in (array, reference):
+            step = RecordedStep(each, each.optimizers[0], F.cross_entropy, X, Y)
+            step(X, Y)
+            each.schedulers[0].step()
+        if turn == 1:
+            with pytest.raises(FusionError, match="no such schedule"):
+                array.admit(net(0).double(), scheduler={"lr_lambda": raising})
+    assert len(array) == 3
+    for (key, mine), (_, theirs) in zip(array.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(mine, theirs), key

@@ -133,6 +133,15 @@ def test_where_the_simulator_is_slower_than_the_cost_other_plans_are_simulated(s
     assert plan.device_seconds <= 2 * found.one_device_seconds * (1 + 1e-9)
 
 
+def test_a_budget_that_no_other_plan_keeps_to_ends_no_search() -> None:
+    found = burst.search(with_small_end(), cluster(4), batch=12)
+    least = found.front()[0]
+    beside = replace(least, device_seconds=least.device_seconds / 2, offsets=(1,) * len(least.offsets))
+    with pytest.raises(PlanError):
+        found.within(beside.device_seconds)
+    assert list(burst._more_certain(found, beside, beside.device_seconds, 0.0)) == []
+
+
 def test_a_layer_that_does_not_pay_for_devices_gets_few() -> None:
     plan = burst.plan(with_small_end(), cluster(4), batch=12)
     whole = data.plan(with_small_end(), cluster(4), batch=12)

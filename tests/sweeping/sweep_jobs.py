@@ -140,3 +140,44 @@ class _Checked:
         if self.classes < 10:
             raise ValueError(f"a digit is not among {self.classes} classes")
         return F.cross_entropy(output, target)
+
+
+def scheduled(gamma: float = 0.9) -> Job:
+    """Its schedule refuses a gamma above 1."""
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
+        loss=F.cross_entropy,
+        data=Few(70),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        scheduler=lambda optimizer: _falling(optimizer, gamma),
+        batch=8,
+    )
+
+
+def _falling(optimizer: torch.optim.Optimizer, gamma: float) -> Any:
+    if gamma > 1:
+        raise ValueError("a rate that rises")
+    return torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma)
+
+
+class Mislabelled(Few):
+    """Digits beyond nine, which no model knows."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = super().__getitem__(index)
+        return inputs, target + 10
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mislabelled, (self.count,)
+
+
+def judged(lr: float = 0.1, sound: bool = True) -> Job:
+    """Its held-out data makes the loss raise where it is not sound."""
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
+        loss=F.cross_entropy,
+        data=Few(70),
+        evaluation=Few(23, train=False) if sound else Mislabelled(23, train=False),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        batch=8,
+    )

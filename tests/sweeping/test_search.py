@@ -144,7 +144,9 @@ def test_rungs_are_few_enough_for_one_trial_to_reach_the_last() -> None:
     assert rungs(200, eta=3, first=None, num_trials=16) == (22, 66, 200)
     assert rungs(200, eta=3, first=None, num_trials=1000) == (7, 22, 66, 200)
     assert rungs(200, eta=3, first=None, num_trials=2) == (200,)
-    assert rungs(100, eta=2, first=10, num_trials=4) == (12, 25, 50, 100)
+    assert rungs(100, eta=2, first=10, num_trials=4) == (10, 20, 40, 80, 100)
+    assert rungs(90, eta=3, first=10, num_trials=4) == (10, 30, 90)
+    assert rungs(90, eta=3, first=90, num_trials=4) == (90,)
     assert rungs(2, eta=3, first=None, num_trials=99) == (2,)
     for wrong in ({"eta": 1, "first": None}, {"eta": 3, "first": 0}, {"eta": 3, "first": 101}):
         with pytest.raises(RunError, match="must be"):

@@ -90,3 +90,32 @@ def test_a_program_gives_lists_ranges_or_texts() -> None:
     assert found.axes["width"] == Values(values=(4, 8))
     assert found.axes["kind"] == Values(values=("a", "b"))
     assert found.size is None
+
+
+def test_a_space_too_large_to_write_down_is_drawn_from_at_once_and_without_repeats() -> None:
+    huge = Space(axes={name: Values(values=tuple(range(100))) for name in "abcdefghij"})
+    drawn = [tuple(huge.draw(number, seed=3).values()) for number in range(2000)]
+    assert len(set(drawn)) == 2000
+    assert drawn[7] == tuple(huge.draw(7, seed=3).values()) != tuple(huge.draw(7, seed=4).values())
+    for column in zip(*drawn, strict=True):
+        # The mean of 2000 even draws from 0 … 99 has a deviation of 0.65; five of them.
+        assert abs(sum(column) / 2000 - 49.5) < 3.3
+
+
+def test_every_setting_of_a_large_space_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burstpool.sweeping.space._LARGEST_ORDER", 1)
+    small = Space(axes={"a": Values(values=tuple(range(7))), "b": Values(values=tuple(range(11)))})
+    assert len({tuple(small.draw(number, seed=0).values()) for number in range(77)}) == 77
+
+
+def test_annotations_that_are_postponed_count() -> None:
+    def postponed(width: "int" = 8) -> None:
+        """As `from __future__ import annotations` leaves it."""
+
+    with pytest.raises(JobError, match="takes whole numbers"):
+        checked_space({"width": "float:1..4"}, postponed, source="job.py")
+
+
+def test_values_that_are_the_same_number_are_one() -> None:
+    with pytest.raises(JobError, match="lr has a value twice"):
+        space("lr=0.1,0.10")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sweep_alone import alone, assert_as_alone
-from sweep_jobs import diverging, grouped, job, refusing, untraceable
+from sweep_jobs import diverging, grouped, job, judged, refusing, scheduled, untraceable
 
 import burstpool
 from burstpool.errors import RunError
@@ -19,6 +19,7 @@ from burstpool.sweeping.folder import SweepFolder
 from burstpool.sweeping.outcome import SweepResult, in_short
 from burstpool.sweeping.sizing import smallest_fast
 from burstpool.sweeping.space import Range
+from burstpool.sweeping.trial_array import TrialArray
 
 
 def swept(function: Callable[..., Any], space: dict[str, Any], folder: Path, **options: Any) -> SweepResult:
@@ -223,6 +224,8 @@ def test_the_smallest_size_that_is_nearly_as_fast_is_chosen_whatever_one_measure
         ({"array_size": 0}, "--array-size 0"),
         ({"mode": "warp"}, "--mode warp is unknown"),
         ({"device": "abacus"}, "--device abacus is unknown"),
+        ({"device": "cpu:foo"}, "--device cpu:foo is no device"),
+        ({"device": "cuda:999"}, "--device cuda:999: there "),
         ({"search": "asha", "eta": 1}, "--eta 1"),
     ],
 )
@@ -230,3 +233,56 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[st
     with pytest.raises(RunError, match=says):
         swept(job, {"lr": [0.1]}, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_make_the_schedule_raise_fail_alone(tmp_path: Path) -> None:
+    result = swept(scheduled, {"gamma": [2.0, 0.9, 1.5, 0.5]}, tmp_path / "run")
+    assert [trial.state for trial in result.trials] == ["failed", "done", "failed", "done"]
+    assert "a rate that rises" in result.trials[2].reason
+
+
+def test_sizes_are_measured_with_a_trial_that_trains(tmp_path: Path) -> None:
+    result = swept(refusing, {"classes": [3, 10], "lr": [0.1, 0.01]}, tmp_path / "run")
+    assert [trial.state for trial in result.trials] == ["failed", "failed", "done", "done"]
+
+
+def test_held_out_data_that_makes_the_loss_raise_fails_its_own_trials(tmp_path: Path) -> None:
+    result = swept(judged, {"lr": [0.1, 0.01], "sound": [True, False]}, tmp_path / "run", array_size=4)
+    assert [trial.state for trial in result.trials] == ["done", "failed", "done", "failed"]
+    for trial in result.trials:
+        if trial.state == "done":
+            made = judged(**trial.settings)  # type: ignore[arg-type]
+            _, state = alone(made, 20)
+            model = made.build_model().eval()
+            model.load_state_dict(state)
+            inputs, target = (torch.stack(column) for column in zip(*made.evaluation, strict=True))  # type: ignore[arg-type]
+            assert trial.value == pytest.approx(made.loss(model(inputs), target).item(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cls", "method", "most"), [(FusedArray, "admit", 2), (TrialArray, "state_dict", 2), (FusedArray, "eval", 2)]
+)
+def test_no_memory_for_a_place_a_copy_or_the_objective_loses_nobody(
+    cls: Any, method: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, failures = getattr(cls, method), 0
+
+    def limited(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal failures
+        members = len(self) if isinstance(self, FusedArray) else len(self.numbers)
+        if members + (method == "admit") > most:
+            failures += 1
+            raise torch.OutOfMemoryError("out of memory, as the test wants it")
+        return before(self, *args, **options)
+
+    monkeypatch.setattr(cls, method, limited)
+    result = swept(job, {"lr": [0.1, 0.03, 0.01], "seed": [0, 1], "held_out": [True]}, tmp_path / "run", array_size=6)
+    monkeypatch.undo()
+    assert failures
+    assert_as_alone(result, jobs_of(result, job))
+
+
+def test_a_sweep_without_trials_in_arrays_names_no_checkpoint(tmp_path: Path) -> None:
+    result = swept(job, {"lr": [0.1]}, tmp_path / "run", checkpoint_every_s=0.0)
+    assert result.state.checkpoint == ""
+    assert not list((result.folder / "checkpoints").iterdir())

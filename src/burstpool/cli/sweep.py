@@ -33,11 +33,14 @@ _MOST_ROWS = 20
 """Of the live table."""
 _MOST_REASONS = 5
 _PLAIN_INTERVAL_S = 5.0
+_WHEN_RESUMING = ("source", "resume", "checkpoint_every", "as_json", "help")
+"""What a sweep that goes on may be told."""
 _ORDER = {"running": 0, "waiting": 1, "done": 2, "paused": 3, "stopped": 4, "failed": 5}
 _SPACE = "Values of a hyper-parameter: name=a,b,c or a range, name=float:0.1..0.9, log:1e-4..1e-1, int:16..64, logint:…"
 
 
 def sweep(
+    context: typer.Context,
     source: Annotated[
         str | None, typer.Argument(metavar="JOB", help="job.py, job.py:function or zoo:NAME.", show_default=False)
     ] = None,
@@ -63,8 +66,8 @@ def sweep(
 ) -> None:
     """Train many settings of a job, fused into arrays, and find the best."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    if resume is not None and space:
-        raise RunError(f"--resume {resume} goes on as it was; leave out --set")
+    if resume is not None and (given := _given(context)):
+        raise RunError(f"--resume {resume} goes on as it was; leave out {', '.join(given)}")
     from burstpool.sweeping import runner
     from burstpool.sweeping.outcome import in_short
     from burstpool.sweeping.space import parse_space
@@ -98,6 +101,13 @@ def sweep(
         print(json.dumps(in_short(result)))
         return
     show_result(result, Console())
+
+
+def _given(context: typer.Context) -> list[str]:
+    """Options on the command line that say what to sweep, and how."""
+    options = {parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name}
+    sources = {name: context.get_parameter_source(name) for name in options if name not in _WHEN_RESUMING}
+    return [options[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 @contextmanager

@@ -298,17 +298,40 @@ class FusedArray:
             for mode in self._modes.values():
                 mode.keep(range(index))  # those that had taken it up
             raise
-        self.jobs = [*self.jobs, job] if self.jobs and job is not None else []
+        jobs, active = self.jobs, self.active
+        try:
+            self._admit_state(model, index if seed is None else seed, options, dict(scheduler or {}))
+        except Exception:
+            self.active = active.clone()
+            self._cut(index)
+            raise
+        self.jobs = [*jobs, job] if jobs and job is not None else []
+        return index
+
+    def _admit_state(self, model: nn.Module, seed: int, options: Mapping[str, Any], schedule: dict[str, Any]) -> None:
         self.state.admit(model)
-        self.streams.admit(index if seed is None else seed)
+        self.streams.admit(seed)
         self.active = torch.cat([self.active, torch.ones_like(self.active[:1])])
         for optimizer in self.optimizers:
             optimizer.admit(options, self.active)
         for scaler in self.scalers:
             scaler.admit(self.active)
+        for made in self.schedulers:
+            made.admit(schedule)
+
+    def _cut(self, members: int) -> None:
+        """Only the first ones, where one more was admitted in part."""
+        kept = list(range(members))
+        self.state.cut(members)
+        for mode in self._modes.values():
+            mode.keep(kept)
+        self.streams.keep(kept)
+        for optimizer in self.optimizers:
+            optimizer.keep(kept, self.active)
         for schedule in self.schedulers:
-            schedule.admit(dict(scheduler or {}))
-        return index
+            schedule.keep(kept)
+        for scaler in self.scalers:
+            scaler.keep(kept, self.active)
 
     def split(self, indices: Sequence[int]) -> "FusedArray":
         """Moves members to an array of their own, with their optimizer state, schedules and random streams."""

@@ -79,6 +79,11 @@ class State:
         self._replace(lambda key, tensor: torch.cat([tensor, held[key].detach().to(tensor.device).unsqueeze(0)]))
         self.skeletons.append(skeleton(model))
 
+    def cut(self, members: int) -> None:
+        """Only the first ones, some tensors of which may have one more; takes no memory."""
+        self._replace(lambda key, tensor: tensor[:members])
+        del self.skeletons[members:]
+
     def _replace(self, change: Callable[[str, Tensor], Tensor]) -> None:
         """Changes the tensors in the dicts, which optimizers share. Gradients are forgotten.
 

@@ -265,7 +265,7 @@ def _more_certain(found: BurstSearch, point: BurstPoint, budget: float, weight: 
     if any(point.offsets):
         options = replace(found.cost.options, branches_beside=False)
         search = BurstSearch(replace(found.cost, options=options), found.model)
-        yield search.weighted(weight) if weight else search.within(budget)
+        yield from [search.weighted(weight)] if weight else _within(search, budget)
     layers = found.cost.layers
     within = np.flatnonzero(layers.device_s.sum(axis=0) <= budget)
     compute_s = layers.compute_s.sum(axis=0)
@@ -274,7 +274,15 @@ def _more_certain(found: BurstSearch, point: BurstPoint, budget: float, weight: 
     if not weight:
         most, least = min(budget, point.device_seconds), min(found.one_device_seconds, point.device_seconds)
         for part in np.linspace(1.0, 0.0, _BUDGETS_TRIED + 1)[1:]:
-            yield found.within(least + part * (most - least) * (1 - 1e-9))
+            yield from _within(found, least + part * (most - least) * (1 - 1e-9))
+
+
+def _within(search: BurstSearch, device_seconds: float) -> list[BurstPoint]:
+    """The fastest plan that needs no more device-time; none where none is found."""
+    try:
+        return [search.within(device_seconds)]
+    except PlanError:
+        return []
 
 
 def _price(some: Plan, weight: float) -> float:

@@ -19,8 +19,8 @@ _MOST_POINTS = 200
 """Of a curve."""
 _SMOOTHING = 0.04
 """Part of a whole trial's steps that a point is the mean of."""
-_HEADROOM = 1.15
-"""Over the middle of the first losses: what lies higher is cut off."""
+_HEADROOM = 0.15
+"""Over the middle of the first losses, as a part of their height: what lies higher is cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,9 @@ def trial_curves(contents: SweepContents) -> Curves | None:
     drawn = [trial for trial in contents.trials if len(smooth[trial.number]) > 1]
     if not drawn:
         return None
-    highest = statistics.median(smooth[trial.number][0][1] for trial in drawn) * _HEADROOM
+    lowest = min(0.0, min(value for trial in drawn for _, value in smooth[trial.number]))
+    first = statistics.median(smooth[trial.number][0][1] for trial in drawn)
+    highest = first + (first - lowest) * _HEADROOM
     inside = {n: [(step, value) for step, value in points if value <= highest] for n, points in smooth.items()}
     longest = max(len(trial.losses) for trial in drawn)
     ordered = sorted(drawn, key=lambda trial: (trial.number == contents.best, trial.state == "done", trial.number))
@@ -66,7 +68,7 @@ def trial_curves(contents: SweepContents) -> Curves | None:
     return Curves(
         lines=lines,
         steps=axis(0.0, float(max(1, longest - 1))),
-        values=axis(0.0, highest, most=6),
+        values=axis(lowest, highest, most=6),
         num_cut=sum(len(inside[trial.number]) < len(smooth[trial.number]) for trial in drawn),
     )
 

@@ -159,7 +159,7 @@ class SweepFolder:
             earlier = int(state.checkpoint.partition(".")[0] or 0)
             name = f"{earlier + 1:08d}.pt"
             _save(dict(arrays), self.checkpoints / name)
-        written = replace(state, checkpoint=name or state.checkpoint)
+        written = replace(state, checkpoint=name)
         written.save(self.state)
         _remove_others(self.checkpoints, {name})
         _remove_others(self.states, {self._state_name(trial) for trial in keep})

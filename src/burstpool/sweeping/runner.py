@@ -139,8 +139,11 @@ class Runner:
             job, model = self._built.pop(number) if number in self._built else self.floor.build(trial)
             saved = self.folder.load_trial(trial) if self.folder.has_trial(trial) else None
             trial_array.place(number, job, model, saved)
-        except BurstpoolError as error:
-            if alone:
+        except torch.OutOfMemoryError as error:
+            self._no_room(number, group, error)
+            return
+        except Exception as error:  # the user's code may raise anything
+            if alone or not isinstance(error, BurstpoolError):
                 self.floor.update(number, state="failed", reason=_reason(error))
                 return
             _LOG.warning("trial %d trains apart: %s", number, _reason(error))
@@ -152,9 +155,13 @@ class Runner:
         trial_array = self.floor.arrays[group]
         trials = [self.floor.trials[number] for number in trial_array.numbers]
         num_steps = steps_to_run(trials, clock=trial_array.clock, longest=_LONGEST_RUN)
-        before = trial_array.state_dict()
-        begin_s = time.perf_counter()
+        if num_steps == 0:  # it had come to its report, and the array failed in finding the objectives
+            self._settle(group)
+            return
+        before: dict[str, Any] | None = None
         try:
+            before = trial_array.state_dict()
+            begin_s = time.perf_counter()
             losses_SM = trial_array.run(  # noqa: N806 -- S = steps, M = members
                 num_steps, [trial.step for trial in trials], self._after_step(trial_array, interrupts)
             )
@@ -206,14 +213,22 @@ class Runner:
                 reason = f"its loss was {losses[bad]} at step {bad}"
                 self.floor.update(number, state="failed", step=bad, loss=None, reason=reason)
                 gone.append(number)
-        reporting = [
-            n for n in trial_array.numbers if n not in gone and self.floor.trials[n].step >= self.floor.trials[n].until
-        ]
-        for number, value in self._objectives(trial_array, reporting).items():
+        trial_array.remove(gone)
+        trials = [self.floor.trials[number] for number in trial_array.numbers]
+        reporting = [trial.number for trial in trials if trial.step >= trial.until]
+        try:
+            values = self._objectives(trial_array, reporting)
+        except torch.OutOfMemoryError as error:
+            self._back_off(group, None, error)
+            return
+        except Exception as error:  # the user's loss may raise anything for held-out data
+            self._part(group, None, error)
+            return
+        for number, value in values.items():
             self._report(trial_array, number, value)
         if reporting:
             self.floor.current = None
-        trial_array.remove([*gone, *reporting])
+        trial_array.remove(reporting)
 
     def _report(self, trial_array: TrialArray, number: int, value: float) -> None:
         trial = self.floor.trials[number]
@@ -241,7 +256,21 @@ class Runner:
 
     # When it goes wrong.
 
-    def _back_off(self, group: int, before: dict[str, Any], error: BaseException) -> None:
+    def _no_room(self, number: int, group: int, error: BaseException) -> None:
+        """The array goes on with those it has; the trial waits until one of them leaves."""
+        self._freed()
+        trial_array = self.floor.arrays[group]
+        present = len(trial_array.numbers)
+        if not present and trial_array.array is not None:
+            trial_array.array = None  # what the last trial left behind takes the room; the next try is without it
+            return
+        if not present:
+            self.floor.update(number, state="failed", reason=f"it does not fit into memory: {_reason(error)}")
+            return
+        self.floor.capacities[group] = present
+        _LOG.warning("out of memory with %d trials; going on with %d", present + 1, present)
+
+    def _back_off(self, group: int, before: dict[str, Any] | None, error: BaseException) -> None:
         """Half of the array's trials go on; the others wait for a place, with all they had."""
         numbers = self._rewound(group, before)
         if len(numbers) == 1:
@@ -252,7 +281,7 @@ class Runner:
         _LOG.warning("out of memory with %d trials; going on with %d", len(numbers), self.floor.capacities[group])
         self._release(group, numbers[self.floor.capacities[group] :])
 
-    def _part(self, group: int, before: dict[str, Any], error: BaseException) -> None:
+    def _part(self, group: int, before: dict[str, Any] | None, error: BaseException) -> None:
         """Whoever's code raised is found by training all of the array's trials one by one."""
         numbers = self._rewound(group, before)
         if len(numbers) == 1:
@@ -265,13 +294,18 @@ class Runner:
             self.floor.update(number, group=self.floor.closed_group(_reason(error)))
         self.floor.current = None
 
-    def _rewound(self, group: int, before: dict[str, Any]) -> list[int]:
+    def _rewound(self, group: int, before: dict[str, Any] | None) -> list[int]:
+        """Who is in the array, which is as it was; None where nothing has changed it."""
+        self._freed()
         trial_array = self.floor.arrays[group]
+        if before is not None:
+            trial_array.load_state_dict(before)
+        return list(trial_array.numbers)
+
+    def _freed(self) -> None:
         gc.collect()  # the failed step's tensors hang on the exception's frames
         if self.floor.device.type == "cuda":
             torch.cuda.empty_cache()
-        trial_array.load_state_dict(before)
-        return list(trial_array.numbers)
 
     def _release(self, group: int, numbers: list[int]) -> None:
         for number in numbers:

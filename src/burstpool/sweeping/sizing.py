@@ -68,6 +68,8 @@ def _throughputs(job: Job, *, most: int, device: torch.device, mode: Execution, 
     found: dict[int, float] = {}
     size, in_vain, peaks = 1, 0, [0, 0]
     while True:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # the serial step's, or the smaller array's, is another
         try:
             while len(trial_array.numbers) < size:
                 trial_array.place(len(trial_array.numbers), job, job.build_model(), None)

@@ -10,6 +10,8 @@ Takes such texts, or a dict of lists, `Range`s and texts. Returns a `Space`. Eve
 function's annotations before anything is trained. Values cannot hold commas.
 """
 
+import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +25,9 @@ from burstpool.errors import JobError
 from burstpool.job import check_settings, parse_settings
 from burstpool.run.folder import Setting
 
+_LARGEST_ORDER = 1_000_000
+"""Settings whose random order is written down."""
+_FEISTEL_TURNS = 6
 Kind = Literal["float", "log", "int", "logint"]
 
 
@@ -109,10 +114,31 @@ class Space:
     def draw(self, number: int, *, seed: int) -> dict[str, Setting]:
         """The settings with this number in a random order; where there are no ranges, none comes twice."""
         if self.size is not None:
-            order = np.random.default_rng((seed, 0)).permutation(self.size)
-            return self.grid(int(order[number % self.size]))
+            return self.grid(_shuffled(number % self.size, size=self.size, seed=seed))
         places = np.random.default_rng((seed, 1, number)).random(len(self.axes))
         return {name: axis.at(float(place)) for (name, axis), place in zip(self.axes.items(), places, strict=True)}
+
+
+def _shuffled(number: int, *, size: int, seed: int) -> int:
+    """Where a number goes in a random order of 0 … size - 1."""
+    if size <= _LARGEST_ORDER:
+        return int(_order(size, seed)[number])
+    # Too many to write down: a Feistel network is a one-to-one map of all numbers of so many bits, and a number that
+    # falls outside goes through again until it comes back inside.
+    half = ((size - 1).bit_length() + 1) // 2
+    while True:
+        left, right = divmod(number, 1 << half)
+        for turn in range(_FEISTEL_TURNS):
+            digest = hashlib.blake2b(f"{seed} {turn} {right}".encode()).digest()
+            left, right = right, left ^ int.from_bytes(digest) % (1 << half)
+        number = (left << half) | right
+        if number < size:
+            return number
+
+
+@functools.lru_cache(maxsize=4)
+def _order(size: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.random.default_rng((seed, 0)).permutation(size)
 
 
 def parse_space(words: Iterable[str]) -> dict[str, Values | Range]:
@@ -125,12 +151,13 @@ def checked_space(
 ) -> Space:
     """The space with values of the types that the job's function takes; refuses names and values it does not take."""
     read = {name: _axis(name, axis) for name, axis in axes.items()}
-    for name, axis in read.items():
-        if isinstance(axis, Values) and len(set(map(repr, axis.values))) < len(axis.values):
-            raise JobError(f"{name} has a value twice; give each once")
     first = {name: _ends(axis)[0] for name, axis in read.items()}
     check_settings(function, first, source=source)
-    return Space(axes={name: _typed(name, axis, first, function, source) for name, axis in read.items()})
+    typed = {name: _typed(name, axis, first, function, source) for name, axis in read.items()}
+    for name, axis in typed.items():  # now that 0.1 and 0.10 are the same
+        if isinstance(axis, Values) and len(set(map(repr, axis.values))) < len(axis.values):
+            raise JobError(f"{name} has a value twice; give each once")
+    return Space(axes=typed)
 
 
 def _typed(
@@ -138,7 +165,7 @@ def _typed(
 ) -> Values | Range:
     accepted = [check_settings(function, {**first, name: value}, source=source)[name] for value in _ends(axis)]
     if isinstance(axis, Range):
-        if inspect.signature(function).parameters[name].annotation is int and not axis.whole:
+        if inspect.signature(function).parameters[name].annotation in (int, "int") and not axis.whole:
             raise JobError(f"{name} of {source} takes whole numbers; give {name}=int:{axis.low:g}..{axis.high:g}")
         return axis
     plain = all(isinstance(value, str | int | float | bool | None) for value in accepted)

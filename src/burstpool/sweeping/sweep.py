@@ -18,8 +18,9 @@ import torch
 
 from burstpool.errors import BurstpoolError, RunError
 from burstpool.fusion.array import Execution
-from burstpool.job import in_words, job_function
+from burstpool.job import Job, in_words, job_function, model_arguments
 from burstpool.run.folder import new_run_path
+from burstpool.sweeping.feed import moved
 from burstpool.sweeping.floor import Builder, Floor
 from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
 from burstpool.sweeping.objective import HELD_OUT, TRAINING
@@ -73,7 +74,7 @@ def sweep(
     count = number_of_trials(search, checked, trials)
     setting = SearchSetting(space=checked, num_trials=count, steps=steps, seed=seed, eta=eta, first_rung=first_rung)
     asked = make_search(search, setting)
-    first = _first_job(builder, asked, count)
+    first = _first_job(builder, asked, count, device=torch.device(device), batch=batch)
     with _threads(threads):
         sizing = measure_sizing(
             first, most=count, places=array_size, device=torch.device(device), mode=mode, batch=batch
@@ -120,6 +121,7 @@ def _resumed(
     state = folder.load_state()
     if state.finished:
         return write_outcome(folder, record, state)
+    _check(record.mode, record.device, {})
     builder = _builder(job or record.source)
     space = checked_space(record.space.axes, builder.function, source=builder.source)
     setting = SearchSetting(
@@ -156,19 +158,31 @@ def _builder(job: str | Path | Callable[..., Any]) -> Builder:
     return Builder(function, source=str(job), name=name)
 
 
-def _first_job(builder: Builder, search: Search, count: int) -> Any:
-    """The first trial's job that can be made: what sizes are measured with."""
+def _first_job(builder: Builder, search: Search, count: int, *, device: torch.device, batch: int | None) -> Any:
+    """The first trial's job that can be made and trained: what sizes are measured with."""
     tried: list[Trial] = []
     reason = ""
     while len(tried) < count and (found := search.next(tried)) is not None:
         try:
             job = builder.job(found.settings)
-            job.optimizer(job.build_model().parameters())
+            _try_out(job, device, batch or job.batch)
             return job
         except Exception as error:
             reason = reason or (str(error) if isinstance(error, BurstpoolError) else in_words(error))
             tried.append(Trial(number=len(tried), settings=found.settings, state="failed", until=found.until))
     raise RunError(f"no trial of {builder.source} can be made; the first fails: {reason}")
+
+
+def _try_out(job: Job, device: torch.device, batch: int) -> None:
+    """Makes all that a job describes and takes one loss; raises whatever the user's code raises."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout must not move the user's stream
+        model = job.build_model().to(device)
+        optimizer = job.optimizer(model.parameters())
+        if job.scheduler is not None:
+            job.scheduler(optimizer)
+        inputs, target = moved(job.samples(batch), device)
+        args, kwargs = model_arguments(inputs)
+        job.loss(model(*args, **kwargs), target)
 
 
 def _check(mode: str, device: str, counts: Mapping[str, int | None]) -> None:
@@ -179,8 +193,14 @@ def _check(mode: str, device: str, counts: Mapping[str, int | None]) -> None:
         raise RunError(f"--mode {mode} is unknown; give one of {', '.join(get_args(Execution))}")
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise RunError(f"--device {device} is unknown; give cpu or cuda")
+    try:
+        index = torch.device(device).index
+    except RuntimeError:
+        raise RunError(f"--device {device} is no device; give cpu, cuda or cuda:1") from None
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RunError("--device cuda: there is no CUDA device here")
+        raise RunError(f"--device {device}: there is no CUDA device here")
+    if device.startswith("cuda") and (index or 0) >= torch.cuda.device_count():
+        raise RunError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices here, counted from 0")
 
 
 __all__ = ["SweepResult", "SweepState", "sweep"]

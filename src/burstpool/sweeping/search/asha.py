@@ -1,11 +1,13 @@
 """Asynchronous successive halving: all trials train a little, the best of them go on.
 
-Rungs are steps at which trials report and pause: the last one, and those at 1/η, 1/η² … of it. Whenever a place is
+Rungs are steps at which trials report and pause: the last one, and those at 1/η, 1/η² … of it; or, where the first is
+given, that one and η, η² … times it. Whenever a place is
 free, the best paused trial that is among the first 1/η of its rung is promoted to the next rung, from the highest rung
 down; where there is none, a new trial starts. Nobody waits for a rung to fill (Li et al., "A System for Massively
 Parallel Hyperparameter Tuning", MLSys'20, algorithm 2). A promoted trial goes on from where it stopped.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -13,6 +15,7 @@ from burstpool.errors import RunError
 from burstpool.sweeping.search.base import Assignment, SearchSetting
 from burstpool.sweeping.trials import Trial
 
+_LOG = logging.getLogger(__name__)
 _MOST_RUNGS = 4
 """Where the first rung is not given."""
 
@@ -24,6 +27,8 @@ class Asha:
         self._setting = setting
         self.rungs = rungs(setting.steps, eta=setting.eta, first=setting.first_rung, num_trials=setting.num_trials)
         """Steps, rising; the last is that of a whole trial."""
+        if len(self.rungs) == 1:
+            _LOG.warning("asha has no rung before step %d: every trial is trained to its end", setting.steps)
 
     def next(self, trials: Sequence[Trial]) -> Assignment | None:
         """A promotion if there is one, else a new trial."""
@@ -55,8 +60,12 @@ def rungs(steps: int, *, eta: int, first: int | None, num_trials: int) -> tuple[
         raise RunError(f"--eta {eta} must be at least 2: one in so many trials goes on")
     if first is not None and not 1 <= first <= steps:
         raise RunError(f"--first-rung {first} must be from 1 to the number of steps, {steps}")
-    most = _MOST_RUNGS if first is None else steps
+    if first is not None:
+        rising = [first]
+        while rising[-1] * eta < steps:
+            rising.append(rising[-1] * eta)
+        return (*rising, steps) if first < steps else (steps,)
     found = [steps]
-    while found[0] // eta >= (first or 1) and len(found) < most and (first or eta ** len(found) <= num_trials):
+    while found[0] // eta >= 1 and len(found) < _MOST_RUNGS and eta ** len(found) <= num_trials:
         found.insert(0, found[0] // eta)
     return tuple(found)

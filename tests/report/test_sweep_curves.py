@@ -1,0 +1,39 @@
+"""Curves of a sweep: which losses lie in the picture."""
+
+from burstpool.report.sweep_contents import SweepContents, TrialCurve
+from burstpool.report.sweep_curves import curves_picture, trial_curves
+
+
+def contents(*losses: tuple[float, ...]) -> SweepContents:
+    trials = tuple(
+        TrialCurve(number=number, name="lr=1", settings={}, state="done", losses=values, reports=())
+        for number, values in enumerate(losses)
+    )
+    return SweepContents(
+        job="job",
+        search="grid",
+        objective="loss",
+        trials=trials,
+        best=0,
+        samples_per_s=None,
+        serial_samples_per_s=1.0,
+        num_arrays=1,
+        wall_time_s=1.0,
+    )
+
+
+def test_losses_below_zero_are_in_the_picture() -> None:
+    curves = trial_curves(contents((-1.0, -2.0, -3.0), (-0.5, -1.0, -4.0)))
+    assert curves is not None
+    assert [len(line.points) for line in curves.lines] == [3, 3]
+    assert curves.num_cut == 0
+    assert curves.values.low == -4.0
+    assert all(0 <= curves.values.place(value) <= 1 for line in curves.lines for _, value in line.points)
+    assert "nan" not in curves_picture(curves)[0]
+
+
+def test_a_loss_that_rises_far_does_not_stretch_the_axis() -> None:
+    curves = trial_curves(contents((2.0, 1.0, 0.5), (2.0, 3.0, 1e9)))
+    assert curves is not None
+    assert (curves.values.low, curves.num_cut) == (0.0, 1)
+    assert 2.29 < curves.values.high < 2.31
