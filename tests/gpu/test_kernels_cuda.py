@@ -124,6 +124,16 @@ def test_cross_entropy_takes_masked_logits_and_refuses_no_class_silently() -> No
     assert beyond.isnan().tolist() == [True, True, False, True]
 
 
+def test_a_residual_of_another_type_is_left_to_torch() -> None:
+    from burstpool.fusion.rules.norms import norm_in_one
+
+    x = members_outermost((2, 8, 4))
+    one, zero = torch.ones(2, 4, device="cuda"), torch.zeros(2, 4, device="cuda")
+    arguments = (x, one, zero, zero.clone(), one.clone(), True, 0.1, 1e-5, True)
+    assert norm_in_one(arguments, x) is not None
+    assert norm_in_one(arguments, x.bfloat16()) is None
+
+
 def test_batch_norm_and_amsgrad_pass_nan_on_as_torch_does() -> None:
     from burstpool.fusion.kernels.batchnorm import batch_norm
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from sweep_jobs import job
 
 import burstpool
 from burstpool.errors import RunError
@@ -124,3 +125,13 @@ def test_a_checkpoint_that_is_gone_or_broken_is_named(tmp_path: Path) -> None:
     checkpoint.unlink()
     with pytest.raises(RunError, match="is gone"):
         burstpool.sweep(None, resume=folder)
+
+
+def test_a_sweep_does_not_go_on_where_its_device_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    burstpool.sweep(job, {"lr": [0.1]}, steps=2, array_size=1, mode="rules", run_folder=folder)
+    (folder / "trials.json").unlink()
+    record = folder / "sweep.json"
+    record.write_text(record.read_text().replace('"cpu"', '"cuda:999"'))
+    with pytest.raises(RunError, match="--device cuda:999: there "):
+        burstpool.sweep(job, resume=folder)

@@ -283,6 +283,6 @@ def test_no_memory_for_a_place_a_copy_or_the_objective_loses_nobody(
 
 
 def test_a_sweep_without_trials_in_arrays_names_no_checkpoint(tmp_path: Path) -> None:
-    result = swept(job, {"lr": [0.1]}, tmp_path / "run", checkpoint_every_s=0.0)
+    result = swept(job, {"lr": [0.1]}, tmp_path / "run", steps=60, checkpoint_every_s=0.0)
     assert result.state.checkpoint == ""
     assert not list((result.folder / "checkpoints").iterdir())
