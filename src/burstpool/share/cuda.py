@@ -8,6 +8,7 @@ calls this drives the GPU. Plans of several devices are refused: each GPU would 
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -239,7 +240,8 @@ class _Sharing:
             StepLoss(step=step, loss=loss, step_time_s=times_s[step - early] if step >= early else 0.0)
             for step, [loss] in enumerate(foreground.losses)
         )
-        checkpoint = self._save(foreground, self.folder.checkpoints)
+        sound = self.request.options.allow_nan or all(math.isfinite(loss) for [loss] in foreground.losses)
+        checkpoint = self._save(foreground, self.folder.checkpoints) if sound else None
         if checkpoint is not None:
             export_weights(checkpoint, self.folder.weights)
         for index, beside in enumerate(self.backgrounds):
