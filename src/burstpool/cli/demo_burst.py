@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from burstpool.plan.plan import Plan
     from burstpool.run.outcome import Result
 
-BURST_LIMIT = 1.05
+BURST_LIMIT = 1.02
 """Device-time of the plan over one device's."""
 _COMPARED = 10
 """Steps whose losses are compared."""
