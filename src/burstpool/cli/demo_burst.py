@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from burstpool.plan.plan import Plan
     from burstpool.run.outcome import Result
 
-BURST_LIMIT = 1.02
-"""Device-time of the plan over one device's."""
+BURST_LIMITS = (1.5, 1.3, 1.2, 1.1, 1.05, 1.02)
+"""Device-time over one device's: the first whose plan has layers of different widths is shown, as that is what a burst
+plan is about; where none has, the first."""
 _COMPARED = 10
 """Steps whose losses are compared."""
 _WARM_UP = 1 / 3
@@ -49,11 +50,10 @@ def plan_and_train(story: Story) -> None:
 
     inputs = _inputs(story)
     options: dict[str, Any] = {"batch": story.job.batch, "graph": inputs.graph}
-    plans = {
-        "data parallel": data.plan(inputs.profiles, inputs.cluster, **options),
-        "burst": burst.plan(inputs.profiles, inputs.cluster, burst_limit=BURST_LIMIT, **options),
-    }
-    _show_plan(story, inputs, plans)
+    tried = {limit: burst.plan(inputs.profiles, inputs.cluster, burst_limit=limit, **options) for limit in BURST_LIMITS}
+    limit = next((x for x, plan in tried.items() if len({len(b.shares) for b in plan.blocks}) > 1), BURST_LIMITS[0])
+    plans = {"data parallel": data.plan(inputs.profiles, inputs.cluster, **options), "burst": tried[limit]}
+    _show_plan(story, inputs, plans, limit)
     trained = {name: _train(story, name, plan, inputs) for name, plan in plans.items()}
     cores = num_cores()
     story.console.print(_table(trained, cores))
@@ -72,7 +72,7 @@ def _inputs(story: Story) -> "PlanInputs":
     return PlanInputs(cluster=cluster, profiles=(story.profile,), graph=story.traced.graph)
 
 
-def _show_plan(story: Story, inputs: "PlanInputs", plans: "dict[str, Plan]") -> None:
+def _show_plan(story: Story, inputs: "PlanInputs", plans: "dict[str, Plan]", limit: float) -> None:
     from burstpool.plan import burst
     from burstpool.plan.skyline import describe_burst
     from burstpool.schedule.lower import lower
@@ -83,7 +83,7 @@ def _show_plan(story: Story, inputs: "PlanInputs", plans: "dict[str, Plan]") -> 
     timeline = simulate(lower(plan, flow), inputs.cost(), flow)
     alone_s = burst.search(inputs.profiles, inputs.cluster, batch=plan.batch, graph=inputs.graph).one_device_seconds
     text = describe_burst(plan, timeline, data_parallel=plans["data parallel"], one_device_seconds=alone_s)
-    story.say(f"Batch {plan.batch}, burst limit {BURST_LIMIT:g}. Predicted for a core a worker:\n\n{text}\n")
+    story.say(f"Batch {plan.batch}, burst limit {limit:g}. Predicted for a core a worker:\n\n{text}\n")
 
 
 def _train(story: Story, name: str, plan: "Plan", inputs: "PlanInputs") -> Trained:
