@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from workloads import Task
 
 from burstpool.fusion import fuse
+from burstpool.fusion.compiled import CompiledApart, CompiledTogether
 from burstpool.fusion.jobs import attach
 from burstpool.fusion.step import RecordedStep
 from burstpool.job import model_arguments
@@ -190,23 +191,33 @@ def fused_fastest(task: Task, members: int) -> Made:
 
 
 def ours(task: Task, members: int) -> Made:
-    """This package: `mode="fastest"`, the whole step recorded."""
-    _compile_kernels(task)
+    """This package: `mode="fastest"`, the whole step recorded, compiled where that is faster."""
+    _fill_caches(task, members)
     array = _fused(task, members, "fastest")
 
     def ready() -> tuple[Step, int]:
-        step = RecordedStep(array, array.optimizers[0], task.job.loss, task.inputs, task.target, autocast=task.dtype)
+        step = recorded_array(task, array, compiled=True)
         replay: Any = lambda: step(task.inputs, task.target)  # noqa: E731
-        replay.choice = ",".join(str(plan.choice) for plan in array.mode.plans())
+        choices = [str(plan.choice) for plan in array.mode.plans() if plan.choice]
+        replay.choice = ", ".join([step.way, *choices, *(f"no {way}: {why}" for way, why in step.left_out.items())])
         return replay, members
 
     return ready
 
 
-def _compile_kernels(task: Task) -> None:
-    """Two members' step, recorded: compiles the kernels into their cache, without a turn on the GPU."""
-    array = _fused(task, 2, "measured")
-    RecordedStep(array, array.optimizers[0], task.job.loss, task.inputs, task.target, autocast=task.dtype)
+def recorded_array(task: Task, array: Any, *, compiled: bool) -> RecordedStep:
+    """The array's whole step."""
+    batch = task.inputs, task.target
+    return RecordedStep(array, array.optimizers[0], task.job.loss, *batch, autocast=task.dtype, compiled=compiled)
+
+
+def _fill_caches(task: Task, members: int) -> None:
+    """Compiles our kernels, and what Inductor is to compile, into their caches, without a turn on the GPU."""
+    recorded_array(task, _fused(task, 2, "measured"), compiled=False)
+    array = _fused(task, members, "rules")
+    for make in (CompiledTogether, CompiledApart):
+        with contextlib.suppress(Exception):  # a way that cannot be had; the step says why
+            make(array, task.job.loss, per_member=False, autocast=task.dtype)(task.inputs, [task.target])
     del array
     gc.collect()
     torch.cuda.empty_cache()

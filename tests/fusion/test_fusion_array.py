@@ -369,6 +369,7 @@ def test_every_mode_trains_the_same_models(mode: Any, tmp_path: Path, monkeypatc
     assert bool(list(tmp_path.glob("lowerings/*.json"))) == (mode != "serial")
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own code
 def test_a_compiled_array_has_the_same_losses_and_gradients() -> None:
     models = [nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2)]
     x = torch.randn(5, 3)

@@ -9,16 +9,24 @@ from torch import nn
 from torch.nn import functional as F
 
 from burstpool.fusion import fuse
-from burstpool.fusion.step import RecordedStep
+from burstpool.fusion.step import APART, TOGETHER, WRITTEN, RecordedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def nets(count: int, p: float = 0.0) -> list[nn.Module]:
+    """No bias before the norm: its gradient is rounding and nothing else, which Adam makes steps of."""
     models = []
     for seed in range(count):
         torch.manual_seed(seed)
-        parts = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Dropout(p)]
+        parts = [
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 1),
+            nn.Flatten(),
+            nn.Dropout(p),
+        ]
         models.append(nn.Sequential(*parts, nn.Linear(288, 5)).cuda())
     return models
 
@@ -81,6 +89,40 @@ def test_a_recorded_step_trains_what_the_plain_step_trains() -> None:
         theirs = plain.member(index).state_dict()
         for key, value in replayed.member(index).state_dict().items():
             torch.testing.assert_close(value, theirs[key], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own code
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("way", [TOGETHER, APART])
+def test_compiled_ways_train_what_the_written_one_trains(way: str, autocast: torch.dtype | None) -> None:
+    x, y = torch.randn(4, 3, 8, 8, device="cuda"), torch.randint(0, 5, (4,), device="cuda")
+    found = []
+    for chosen in (WRITTEN, way):
+        array = fuse(nets(3), x)
+        optimizer = array.optimizer(torch.optim.SGD, lr=[0.1, 0.05, 0.02])
+        step = RecordedStep(array, optimizer, F.cross_entropy, x, y, autocast=autocast, compiled=chosen != WRITTEN)
+        if chosen != WRITTEN:
+            assert not step.left_out
+            step._record([chosen])
+        found.append(torch.stack([step(x, y).clone() for _ in range(5)]))
+    tolerance = 1e-4 if autocast is None else 3e-2
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_dropout_draws_each_members_own_masks_anew() -> None:
+    x, y = torch.randn(64, 3, 8, 8, device="cuda"), torch.randint(0, 5, (64,), device="cuda")
+    losses = {}
+    for seeds in ([1, 2], [2, 1]):
+        one = nets(1, p=0.5)[0]
+        array = fuse([one, copy.deepcopy(one)], x, seeds=seeds)
+        optimizer = array.optimizer(torch.optim.SGD, lr=0.0)
+        step = RecordedStep(array, optimizer, F.cross_entropy, x, y, compiled=True)
+        step._record([TOGETHER])
+        losses[tuple(seeds)] = torch.stack([step(x, y).clone() for _ in range(3)])
+    mine, swapped = losses.values()
+    assert len(set(mine.flatten().tolist())) == 6
+    torch.testing.assert_close(mine, swapped.flip(1), rtol=1e-5, atol=1e-6)
 
 
 def test_a_recorded_step_draws_new_dropout_masks_every_time() -> None:

@@ -164,10 +164,7 @@ class FusedArray:
 
         With `per_member` each has its own: tensors [M, N, …], or a list of M inputs.
         """
-        mode = self.mode
-        example = flatten_arguments(*self._example)[0]
-        named = named_inputs(mode.capture, example, inputs, own=len(self) if per_member else None)
-        batched = frozenset(name for name in named if named[name] is not None) if per_member else frozenset()
+        mode, batched, named = self.placed(inputs, per_member=per_member)
         run = Run(members=len(self), streams=self.streams)
         values = mode.values(self.state.tensors, self.state.aliases, named)
         plan = self._plan(mode, batched, named, values)
@@ -181,6 +178,14 @@ class FusedArray:
         self._restore_frozen()
         return pytree.tree_unflatten(leaves, mode.capture.out_spec)
 
+    def placed(self, inputs: Any, *, per_member: bool = False) -> tuple[Mode, frozenset[str], dict[str, Any]]:
+        """The captured graph, those of its inputs that are each member's own, and what they stand for, by name."""
+        mode = self.mode
+        example = flatten_arguments(*self._example)[0]
+        named = named_inputs(mode.capture, example, inputs, own=len(self) if per_member else None)
+        batched = frozenset(name for name in named if named[name] is not None) if per_member else frozenset()
+        return mode, batched, named
+
     def losses(self, inputs: Any, function: Callable[..., Tensor], *targets: Any, per_member: bool = False) -> Tensor:
         """[M]: `function(output)` of each member's output, or `function(output, *targets)`.
 
@@ -190,8 +195,11 @@ class FusedArray:
         """
         output = self(inputs, per_member=per_member)
         own = [stacked_inputs(target, len(self)) for target in targets] if per_member else ()
-        losses = member_losses(function, output, own, () if per_member else targets)
-        if self.training and losses.requires_grad and not self.scalers:
+        return self.watched(member_losses(function, output, own, () if per_member else targets))
+
+    def watched(self, losses: Tensor) -> Tensor:
+        """The losses; a member whose loss is not finite stops."""
+        if self.training and not self.scalers and torch.is_grad_enabled():
             self.active.logical_and_(torch.isfinite(losses.detach()))
         return losses
 

@@ -47,13 +47,21 @@ def run_serially(
 
 def draws(mode: Mode) -> bool:
     """Whether any operator draws random numbers."""
+    return bool(random_operators(mode))
+
+
+def random_operators(mode: Mode) -> list[fx.Node]:
+    """The operators that draw random numbers, those in regions included; dropout that is off draws none."""
     graphs = [mode.capture.graph, *(m.graph for m in mode.capture.root.children() if isinstance(m, fx.GraphModule))]
-    return any(
-        torch.Tag.nondeterministic_seeded in node.target.tags
-        for graph in graphs
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-    )
+    nodes = [node for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    seeded = [node for node in nodes if torch.Tag.nondeterministic_seeded in node.target.tags]
+    return [node for node in seeded if mode.numbers or not _is_off(node)]
+
+
+def _is_off(node: fx.Node) -> bool:
+    """Dropout with no chance of dropping, in every member."""
+    bound = bind(node)
+    return ("train" in bound and not bound["train"]) or bound.get("p") == 0 or bound.get("dropout_p") == 0
 
 
 def member_values(mode: Mode, members: int, values: Mapping[str, Any], batched: frozenset[str]) -> list[dict[str, Any]]:

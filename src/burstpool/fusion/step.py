@@ -3,6 +3,9 @@
     step = RecordedStep(array, optimizer, loss, x, y)
     losses = step(x, y)                                       # [M], on the device
 
+With `compiled`, torch.compile's versions of forward pass and losses are tried as well, for all members at once and for
+each on its own, and the fastest step is kept; `step.way` says which it was, `step.left_out` what could not be tried.
+
 Recording fixes the batch's shape and the array's members: after `drop` or `admit` make a new one. Learning rates and
 other numbers may change between steps, as they live on the device; a member may be stopped. On the CPU the
 step runs as it is written.
@@ -10,6 +13,7 @@ Ignores host-side work between the parts: clipping by other means than `max_norm
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +23,17 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
+from burstpool.fusion.compiled import CompiledApart, CompiledTogether
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
+from burstpool.fusion.serial import draws
+from burstpool.fusion.timing import replay_time, timed
+from burstpool.model.recording import recording
 
 _WARM_UP = 3
 """Steps before recording: lowerings are chosen in them, and torch's libraries choose their kernels."""
+
+
+WRITTEN, TOGETHER, APART = "as written", "compiled together", "compiled apart"
 
 
 class RecordedStep:
@@ -46,12 +57,18 @@ class RecordedStep:
         self.autocast, self.max_norm = autocast, max_norm
         self._members, self._active = len(array), array.active
         self._must_record = must_record
-        if compiled:
-            array.compile()
         self._static = pytree.tree_map(_owned, (inputs, targets))
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._losses = torch.empty(0)
+        self.way = WRITTEN
+        """The way that the step runs: a key of `_ways`."""
+        self.left_out: dict[str, str] = {}
+        """Ways that could not be tried, and why."""
+        self._ways = self._compiled_ways() if compiled else {}
         if array.device.type == "cuda" and (must_record or isinstance(optimizer, FusedOptimizer)):
-            self._record()
+            self._record([WRITTEN, *self._ways])
+        elif self._ways:
+            self._choose()
 
     def __call__(self, inputs: Any, *targets: Any) -> Tensor:
         """The losses [M] of one step; on CUDA the next step overwrites them."""
@@ -74,7 +91,7 @@ class RecordedStep:
         if self.array.active is not self._active:
             raise FusionError("members have left or joined the array since the step was recorded; record anew")
         if self.optimizer.keeps_state != self._keeps_state:
-            self._record()  # a member was stopped: its optimizer state stays as it is from now on
+            self._record([self.way])  # a member was stopped: its optimizer state stays as it is from now on
 
     def _take(self, inputs: Any, targets: Sequence[Any]) -> None:
         """The batch to where the recorded step reads it."""
@@ -91,39 +108,99 @@ class RecordedStep:
     def _step(self, inputs: Any, targets: Sequence[Any]) -> Tensor:
         self.optimizer.zero_grad()
         kind = self.array.device.type
-        setting = torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
-        with setting:
-            losses = self.array.losses(inputs, self.loss, *targets, per_member=self.per_member)
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        if self.way == WRITTEN:
+            setting = torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
+            with setting:
+                losses = self.array.losses(inputs, self.loss, *targets, per_member=self.per_member)
+            self._differentiate(losses.sum())
+        else:
+            losses = self.array.watched(self._ways[self.way](inputs, targets))
+            self.array._restore_frozen()
         if self.max_norm is not None:
             self.array.clip_grad_norm_(self.max_norm)
         self.optimizer.step()
         return losses.detach()
 
-    def _record(self) -> None:
+    def _differentiate(self, total: Tensor) -> None:
+        """As `backward`, but gradients are not accumulated: that would copy some, and mind on which stream."""
+        parameters = [parameter for parameter in self.array.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _compiled_ways(self) -> dict[str, Callable[[Any, Sequence[Any]], Tensor]]:
+        ways: dict[str, Callable[[Any, Sequence[Any]], Tensor]] = {}
+        makers: dict[str, type[CompiledTogether | CompiledApart]] = {TOGETHER: CompiledTogether, APART: CompiledApart}
+        for name, make in makers.items():
+            try:
+                ways[name] = make(self.array, self.loss, per_member=self.per_member, autocast=self.autocast)
+            except FusionError as error:
+                self.left_out[name] = str(error)
+        return ways
+
+    def _choose(self) -> None:
+        """The fastest way where nothing is recorded."""
+        saved, (inputs, targets) = self.array.state_dict(), self._static
+        times_s: dict[str, float] = {}
+        for way in (WRITTEN, *self._ways):
+            self.way = way
+            try:
+                times_s[way] = timed(lambda: self._step(inputs, targets), self.array.device)  # type: ignore[arg-type]
+            except Exception as error:  # the compiler's own
+                self._leave_out(way, error)
+            self._rewind(saved)
+        self.way = min(times_s, key=times_s.__getitem__)
+
+    def _leave_out(self, way: str, error: Exception) -> None:
+        if way == WRITTEN:
+            raise error
+        self.left_out[way] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+    def _record(self, ways: Sequence[str]) -> None:
         if not isinstance(self.optimizer, FusedOptimizer):
             raise FusionError(f"{type(self.optimizer.proxies[0]).__name__} has no formula here and cannot be recorded")
         before = torch.backends.cudnn.benchmark
         # Shapes stay, so cuDNN may choose by trying; before our own lowerings are compared, as it changes their order.
         self.array.recording, torch.backends.cudnn.benchmark = True, True
-        saved = self.array.state_dict()
+        saved, recorded = self.array.state_dict(), False
         try:
-            self._warm_up_and_capture(saved)
+            self._record_fastest(ways, saved)
+            recorded = True
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
             if self._must_record:
                 raise
-            self._give_up(saved)
         finally:
             self.array.recording, torch.backends.cudnn.benchmark = False, before
+        if not recorded:
+            gc.collect()  # of what the failed recording holds, nodes of autograd's graph would meet another stream
+            self._give_up(saved)
 
     def _give_up(self, saved: dict[str, Any]) -> None:
         """The loss, or the model, does what a graph cannot hold: the step runs as it is written."""
         assert isinstance(self.optimizer, FusedOptimizer)
-        torch.cuda.synchronize(self.array.device)
-        self._graph, self.optimizer.recorded = None, False
+        self._graph, self.optimizer.recorded, self.way = None, False, WRITTEN
         self._rewind(saved)
+
+    def _record_fastest(self, ways: Sequence[str], saved: dict[str, Any]) -> None:
+        """Records each way, keeps the one whose replay is shortest."""
+        kept: tuple[float, str, torch.cuda.CUDAGraph, Tensor] | None = None
+        for way in ways:
+            self.way = way
+            try:
+                self._warm_up_and_capture(saved)
+                assert self._graph is not None
+                time_s = replay_time(self._graph, self.array.device) if len(ways) > 1 else 0.0
+            except Exception as error:  # of a compiled way: the compiler's own, or no memory for one more
+                self._leave_out(way, error)
+            else:
+                if kept is None or time_s < kept[0]:
+                    kept = time_s, way, self._graph, self._losses
+            self._graph, self._losses = None, torch.empty(0)
+            self._rewind(saved)
+        assert kept is not None
+        _, self.way, self._graph, self._losses = kept
 
     def _warm_up_and_capture(self, saved: dict[str, Any]) -> None:
         inputs, targets = self._static
@@ -137,9 +214,9 @@ class RecordedStep:
         torch.cuda.current_stream().wait_stream(side)
         self._rewind(saved)
         self._graph = torch.cuda.CUDAGraph()
-        for generator in self.array.streams.generators:
-            self._graph.register_generator_state(generator)
-        with torch.cuda.graph(self._graph):
+        # Each generator costs two launches a replay.
+        generators = self.array.streams.generators if draws(self.array.mode) else []
+        with recording(self._graph, generators=generators):
             self._losses = self._step(inputs, targets)
 
     def _rewind(self, saved: dict[str, Any]) -> None:

@@ -58,14 +58,21 @@ class Streams:
 
     def drawing(self, member: int, function: Callable[[], Any]) -> Any:
         """The function's result with the member's stream in the place of torch's own."""
-        default = _default_generator(self.device)
-        before = default.get_state()
-        default.set_state(self.generators[member].get_state())
+        default, mine = _default_generator(self.device), self.generators[member]
+        if self.device.type == "cuda":  # the state itself, not what it says: so it can be recorded
+            before = default.graphsafe_get_state()
+            default.graphsafe_set_state(mine.graphsafe_get_state())
+            try:
+                return function()
+            finally:
+                default.graphsafe_set_state(before)
+        before_state = default.get_state()
+        default.set_state(mine.get_state())
         try:
             return function()
         finally:
-            self.generators[member].set_state(default.get_state())
-            default.set_state(before)
+            mine.set_state(default.get_state())
+            default.set_state(before_state)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

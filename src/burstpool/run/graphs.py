@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from burstpool.engine.base import Doing, phrase
+from burstpool.model.recording import recording
 from burstpool.run.agreement import Agreement
 from burstpool.run.dropout import Masks
 from burstpool.run.links import Links
@@ -177,11 +178,8 @@ class StepGraphs:
         if not self._pending:
             return
         graph = torch.cuda.CUDAGraph(keep_graph=self._keep_graphs)
-        for generator in self._parts.masks.generators.values():
-            graph.register_generator_state(generator)
-        # Other threads, NCCL's and the loader's, may go on meanwhile: only this one's calls are checked.
-        stream = torch.cuda.current_stream()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        generators = list(self._parts.masks.generators.values())
+        with recording(graph, generators=generators, pool=self._pool, stream=torch.cuda.current_stream()):
             for work in self._pending:
                 work()
         self._pending = []

@@ -17,6 +17,7 @@ from burstpool.fusion.array import FusedArray
 from burstpool.fusion.jobs import attach
 from burstpool.fusion.optim import FusedOptimizer
 from burstpool.job import Job
+from burstpool.model.recording import recording
 from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.loading import Batch
 from burstpool.share.graph_steps import kept, times_of_pieces, times_of_steps
@@ -129,9 +130,7 @@ class ArrayStep:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in self.array.streams.generators:
-            graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        with recording(graph, generators=self.array.streams.generators, stream=self.stream):
             self._forward()
             self._backward()
             self._optimizer.step()

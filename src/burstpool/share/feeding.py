@@ -10,6 +10,7 @@ Ignores batches whose shapes change from step to step; they cannot be captured e
 import os
 import signal
 import time
+import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -60,6 +61,9 @@ class Feeder:
         if odd := [leaf for leaf in self._leaves if not isinstance(leaf, torch.Tensor)]:
             raise JobError(f"a batch of job {job.name!r} holds a {type(odd[0]).__name__}, which is no tensor")
         self._places = [_pinned(self._leaves) for _ in range(_PLACES)]
+        # Also where nobody calls `close`: memory that is freed while it is pinned can never be pinned again.
+        self._unpin = weakref.finalize(self, _unpin, self._places)
+        self._unpin.atexit = False
         self._copied: list[torch.cuda.Event | None] = [None] * _PLACES
         self._next = 0
         self._lent: int | None = None
@@ -115,9 +119,7 @@ class Feeder:
     def close(self) -> None:
         """Ends the process. May be called twice."""
         self._end()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            _unpin(self._places)
+        self._unpin()
         self._places = []
 
     def _end(self) -> None:
@@ -197,6 +199,9 @@ def _pinned(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unpin(places: Sequence[Sequence[torch.Tensor]]) -> None:
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.synchronize()
     for place in (leaf for leaves in places for leaf in leaves if leaf.numel()):
         torch.cuda.cudart().cudaHostUnregister(place.data_ptr())  # type: ignore[no-untyped-call]
 

@@ -6,14 +6,35 @@ import triton; where it is missing, or the tensors are not on CUDA, `usable` say
 work. Results agree to rounding.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 """Types the kernels take; they compute in float32. Double precision, as `verify` uses, is torch's own."""
+
+
+_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
+
+
+@contextlib.contextmanager
+def plain_operators() -> Iterator[None]:
+    """Inside, torch's own operators do all work: for a compiler, which cannot join what it cannot see into."""
+    before = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(before)
+
+
+def plain() -> bool:
+    """Whether torch's own operators are to do all work."""
+    return _PLAIN.get()
 
 
 @functools.cache
@@ -23,6 +44,8 @@ def _present() -> bool:
 
 def usable(*tensors: torch.Tensor) -> bool:
     """Whether the kernels can take these tensors."""
+    if plain():
+        return False
     # Triton's interpreter, for tests without a GPU, takes any device.
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return _present() and all((interpreted or t.is_cuda) and t.dtype in NARROW for t in tensors)

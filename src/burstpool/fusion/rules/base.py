@@ -48,10 +48,14 @@ class Run:
     """M, the number of members."""
     streams: Streams
     """Each member's random numbers."""
+    seeded: list[torch.Tensor] | None = None
+    """Seeds [M] drawn beforehand, from which all random numbers are to be made; None to use the streams."""
     _seeds: list[torch.Tensor] = field(default_factory=list)
 
     def seeds(self) -> torch.Tensor:
         """[M]: one number of each member's stream, for a kernel that draws on from there. Drawn in blocks."""
+        if self.seeded:
+            return self.seeded.pop()
         if not self._seeds:
             self._seeds = list(self.streams.drawn(_SEEDS_AT_ONCE).unbind(1))
         return self._seeds.pop()
@@ -173,6 +177,13 @@ def plain(function: Callable[..., Any]) -> Kernel:
         return function(*arguments)
 
     return kernel
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """What autocast would make of the tensor in a product; its own type outside."""
+    kind = tensor.device.type
+    on = torch.is_autocast_enabled(kind) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return torch.get_autocast_dtype(kind) if on else tensor.dtype
 
 
 def with_members(tensor: torch.Tensor, members: int) -> torch.Tensor:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burstpool.fusion.rules.base import Call, Kernel, Lowered, Rule, Run, with_members
+from burstpool.fusion.rules.base import Call, Kernel, Lowered, Rule, Run, autocast_dtype, with_members
 from burstpool.fusion.rules.concurrent import side_by_side
 from burstpool.fusion.rules.layout import channels_folded, channels_unfolded
-from burstpool.fusion.rules.products import autocast_dtype, covering_product, point_product, spreading_product
+from burstpool.fusion.rules.products import covering_product, point_product, spreading_product
 from burstpool.fusion.rules.window import Window, window
 
 aten = torch.ops.aten

@@ -6,12 +6,14 @@ member by member with torch's own generator set to the member's stream.
 Shapes: M = members.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from burstpool.errors import FusionError
 from burstpool.fusion import kernels
 from burstpool.fusion.rules.base import Call, Lowered, PerMember, Rule, Run, column
 
@@ -39,8 +41,10 @@ def scaled_mask(run: Run, shape: Sequence[int], p: Any, like: Tensor, order: Seq
     if order is not None:
         mask = scaled_mask(run, [shape[dim] for dim in order], p, like)
         return mask.permute(0, *(order.index(dim) + 1 for dim in range(len(shape))))
-    mask = torch.empty(run.members, *shape, dtype=like.dtype, device=like.device)
     ps = probabilities(p, run.members)
+    if run.seeded is not None:
+        return _seeded_mask(run, shape, ps, like)
+    mask = torch.empty(run.members, *shape, dtype=like.dtype, device=like.device)
     for row, p_i, generator in zip(mask.unbind(0), ps, run.streams.generators, strict=True):
         if 0 < p_i < 1 and row.numel():
             row.bernoulli_(1 - p_i, generator=generator)
@@ -52,9 +56,34 @@ def scaled_mask(run: Run, shape: Sequence[int], p: Any, like: Tensor, order: Seq
     return mask.div_(1 - p) if 0 < p < 1 else mask
 
 
+def _seeded_mask(run: Run, shape: Sequence[int], ps: Sequence[float], like: Tensor) -> Tensor:
+    """The same from one seed a member, in arithmetic alone: a hash of the seed and the element's place."""
+    count = math.prod(shape)
+    if count > _WORD:
+        raise FusionError(f"{count} masked numbers of one member are too many for masks from seeds")
+    seeds = run.seeds()
+    halves = (seeds & _WORD).to(torch.int32), ((seeds >> 31) & _WORD).to(torch.int32)
+    chances = column(tuple(ps), torch.float32, like.device)
+    kept = column(tuple(1 - p or 1.0 for p in ps), like.dtype, like.device)
+    low, high, chances, kept = (numbers.view(-1, *[1] * len(shape)) for numbers in (*halves, chances, kept))
+    places = torch.arange(count, dtype=torch.int32, device=like.device).view(1, *shape)
+    drawn = _hashed(_hashed(places ^ low) + high)
+    return (((drawn >> 8) & 0xFFFFFF) * 2.0**-24 >= chances).to(like.dtype) / kept
+
+
+_WORD = 2**31 - 1
+
+
+def _hashed(x: Tensor) -> Tensor:
+    """Each integer of 32 bits well mixed: multiply and shift twice, then shift. Products wrap around."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        x = (x ^ ((x >> shift) & (2 ** (32 - shift) - 1))) * factor
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
 def dropped(run: Run, x: Tensor, p: Any, order: Sequence[int] | None = None) -> Tensor:
     """[M, …] with each member's own mask: in one kernel on a GPU, where torch's own numbers cannot be had anyway."""
-    if not kernels.usable(x):
+    if run.seeded is not None or not kernels.usable(x):
         return x * scaled_mask(run, x.shape[1:], p, x, order)
     from burstpool.fusion.kernels.dropout import dropout
 

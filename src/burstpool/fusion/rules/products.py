@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burstpool.fusion.rules.base import Kernel, Run, with_members
+from burstpool.fusion.rules.base import Kernel, Run, autocast_dtype, with_members
 from burstpool.fusion.rules.window import Window
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """What autocast would make of the tensor in a product; its own type outside."""
-    kind = tensor.device.type
-    on = torch.is_autocast_enabled(kind) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return torch.get_autocast_dtype(kind) if on else tensor.dtype
 
 
 class _PointProduct(torch.autograd.Function):

@@ -1,0 +1,163 @@
+"""An array's forward pass, losses and gradients as functions that torch.compile has taken over.
+
+Two of them: all members at once, or one member's function called for each. Both take a batch and its targets, leave
+each parameter's gradient in `.grad` and return the losses [M]: other ways to do what `array.losses(…).sum().backward()`
+does, to be compared with it.
+
+What is compiled is first run once and written down operator by operator, backward pass included, in torch's plain
+operators: the compiler joins them itself, and would see nothing of kernels of our own. For all members at once, masks
+of dropout are made from each member's seed by arithmetic that the compiler can join, and depend on the member's stream
+alone; on the CPU, where masks are those of training alone, what draws random numbers is refused.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from burstpool.errors import FusionError
+from burstpool.fusion import kernels
+from burstpool.fusion.inputs import stacked_inputs
+from burstpool.fusion.loss import checked, member_losses
+from burstpool.fusion.rules import Run
+from burstpool.fusion.serial import alone, draws, random_operators
+from burstpool.fusion.streams import Streams
+
+if TYPE_CHECKING:
+    from burstpool.fusion.array import FusedArray
+
+MOST_APART = 32
+"""Members up to which each is run on its own: beyond, recording takes long and fusing has won."""
+
+
+class _Compiled:
+    """What both have in common: a function of tensors, written down when it is first called."""
+
+    def __init__(
+        self, array: "FusedArray", loss: Callable[..., Tensor], *, per_member: bool, autocast: torch.dtype | None
+    ) -> None:
+        """Refuses with FusionError what it cannot do."""
+        if array.device.type == "cpu" and draws(array.mode):
+            raise FusionError("it draws random numbers")
+        self.array, self.loss, self.per_member, self.autocast = array, loss, per_member, autocast
+        self._function: Callable[..., Any] | None = None
+
+    def _call(
+        self, losses: Callable[[Mapping[str, Tensor], Any], Tensor], state: Mapping[str, Tensor], rest: Any
+    ) -> Any:
+        """`losses(state, rest)` summed, and its gradients by the parameters' keys, compiled."""
+        leaves, spec = pytree.tree_flatten((dict(state), rest))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def function(*tensors: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+            filled = list(leaves)
+            for place, tensor in zip(places, tensors, strict=True):
+                filled[place] = tensor
+            known, others = pytree.tree_unflatten(filled, spec)
+            own = {key: known[key].detach().requires_grad_() for key in self._trained}
+            kind = self.array.device.type
+            with torch.enable_grad():
+                with torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
+                    found = losses({**known, **own}, others)
+                return found.detach(), list(torch.autograd.grad(found.sum(), list(own.values()), allow_unused=True))
+
+        tensors = [leaves[place].detach() for place in places]
+        with torch.no_grad(), torch.autocast(self.array.device.type, enabled=False):
+            if self._function is None:
+                buffers = {id(leaf) for key, leaf in state.items() if key not in self.array.state.parameters}
+                # Writing it down runs it, which must leave no trace.
+                fresh = [
+                    tensor.clone() if id(leaves[place]) in buffers else tensor
+                    for place, tensor in zip(places, tensors, strict=True)
+                ]
+                with kernels.plain_operators():
+                    self._function = torch.compile(make_fx(function)(*fresh), dynamic=False)
+            return self._function(*tensors)
+
+    @property
+    def _trained(self) -> list[str]:
+        return [key for key, parameter in self.array.state.parameters.items() if parameter.requires_grad]
+
+
+class CompiledTogether(_Compiled):
+    """All members at once, by the rules' own choice of lowerings."""
+
+    def __call__(self, inputs: Any, targets: Sequence[Any]) -> Tensor:
+        """The losses [M]; leaves gradients."""
+        array = self.array
+        mode, batched, named = array.placed(inputs, per_member=self.per_member)
+        plan = mode.plan(batched, "compiled")
+        own = tuple(stacked_inputs(target, len(array)) for target in targets) if self.per_member else ()
+        count = len(random_operators(mode))
+        seeds = list(array.streams.drawn(count).unbind(1)) if count else []
+
+        def losses(state: Mapping[str, Tensor], rest: Any) -> Tensor:
+            given, mine, shared, drawn = rest
+            values = mode.values(state, array.state.aliases, given)
+            run = Run(members=len(array), streams=_NoStreams(), seeded=list(drawn))
+            results = plan(run, [values[node.name] for node in plan.placeholders])
+            output = pytree.tree_unflatten(mode.outputs(plan, results, run), mode.capture.out_spec)
+            return member_losses(self.loss, output, mine, shared)
+
+        rest = (named, own, () if self.per_member else tuple(targets), seeds)
+        found, gradients = self._call(losses, array.state.tensors, rest)
+        for key, gradient in zip(self._trained, gradients, strict=True):
+            array.state.parameters[key].grad = gradient
+        return found  # type: ignore[no-any-return]
+
+
+class CompiledApart(_Compiled):
+    """One member after another, each by the same compiled function."""
+
+    def __init__(
+        self, array: "FusedArray", loss: Callable[..., Tensor], *, per_member: bool, autocast: torch.dtype | None
+    ) -> None:
+        super().__init__(array, loss, per_member=per_member, autocast=autocast)
+        if len(array) > MOST_APART:
+            raise FusionError(f"there are more than {MOST_APART} members")
+        if array.mode.numbers or any(array.mode.constant(place)[1] for place in range(len(array.mode.constants[0]))):
+            raise FusionError("members differ in numbers of their code")
+
+    def __call__(self, inputs: Any, targets: Sequence[Any]) -> Tensor:
+        """The losses [M]; leaves gradients."""
+        array = self.array
+        mode, batched, named = array.placed(inputs, per_member=self.per_member)
+        own = [stacked_inputs(target, len(array)) for target in targets] if self.per_member else targets
+
+        def loss(state: Mapping[str, Tensor], rest: Any) -> Tensor:
+            given, wanted = rest
+            leaves = alone(mode, 0, mode.values(state, array.state.aliases, given))
+            return checked(self.loss(pytree.tree_unflatten(leaves, mode.capture.out_spec), *wanted))
+
+        def one(member: int) -> Any:
+            given = {name: value[member] if name in batched else value for name, value in named.items()}
+            wanted = pytree.tree_map_only(Tensor, lambda t: t[member], tuple(own)) if self.per_member else tuple(own)
+            state = {key: tensor[member] for key, tensor in array.state.tensors.items()}
+            return self._call(loss, state, (given, wanted))
+
+        members = range(len(array))
+        if draws(mode):
+            found = [array.streams.drawing(member, partial(one, member)) for member in members]
+        else:
+            found = [one(member) for member in members]
+        for place, key in enumerate(self._trained):
+            column = [gradients[place] for _, gradients in found]
+            array.state.parameters[key].grad = None if column[0] is None else torch.stack(column)
+        return torch.stack([value for value, _ in found])
+
+
+class _NoStreams(Streams):
+    """Stands for the members' streams where only seeds may be used."""
+
+    def __init__(self) -> None:
+        super().__init__([], torch.device("cpu"))
+
+    def drawing(self, member: int, function: Callable[[], Any]) -> Any:
+        raise FusionError("an operator draws numbers that have no seeded form")
+
+    def drawn(self, count: int) -> Tensor:
+        raise FusionError("an operator draws more seeds than there are")

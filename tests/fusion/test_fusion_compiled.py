@@ -1,0 +1,151 @@
+"""Compiled ways of a step: the same losses, gradients and buffers as the written one, for models of many kinds."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from burstpool.fusion import fuse
+from burstpool.fusion.rules import Run
+from burstpool.fusion.rules.dropout import scaled_mask
+from burstpool.fusion.rules.matmul import _BatchedLinear
+from burstpool.fusion.step import APART, TOGETHER, WRITTEN, RecordedStep
+from burstpool.fusion.streams import Streams
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own code
+
+
+class Tied(nn.Module):
+    """One weight in two places, a part without gradients, a part that is detached, batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.norm, self.frozen, self.unused = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(2, 2)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.relu(self.first(x)))
+        with torch.no_grad():
+            scale = self.second(hidden).mean()
+        return self.frozen(self.second(hidden)) * scale + hidden.detach()
+
+
+def convolutions() -> nn.Module:
+    parts = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(36, 3)]
+    return nn.Sequential(*parts)
+
+
+CASES: dict[str, tuple[Any, tuple[int, ...]]] = {"tied": (Tied, (5, 6)), "convolutions": (convolutions, (5, 2, 5, 5))}
+
+
+@pytest.fixture(autouse=True)
+def _quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed over is tested here; what Inductor makes of it is torch's."""
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+def members(make: Any, count: int = 3) -> list[nn.Module]:
+    models = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        models.append(make().double())
+    return models
+
+
+def square(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def trained(way: str, name: str, *, own: bool, stop: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    make, shape = CASES[name]
+    torch.manual_seed(7)
+    x = torch.randn(4, *((3, *shape) if own else shape), dtype=torch.float64)
+    array = fuse(members(make), x[0][0] if own else x[0])
+    optimizer = array.optimizer(torch.optim.SGD, lr=[0.1, 0.05, 0.02], momentum=0.9)
+    step = RecordedStep(array, optimizer, square, x[0], per_member=own)
+    step._ways, step.way = step._compiled_ways(), way
+    assert not step.left_out
+    if stop:
+        array.stop(1)
+    losses = torch.stack([step(batch).clone() for batch in x])
+    return losses, {f"{i}.{k}": v for i in range(3) for k, v in array.member(i).state_dict().items()}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("way", [TOGETHER, APART])
+def test_a_compiled_way_trains_what_the_written_one_trains(way: str, name: str, own: bool) -> None:
+    expected, found = trained(WRITTEN, name, own=own), trained(way, name, own=own)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", [TOGETHER, APART])
+def test_a_stopped_member_stays_as_it_is_in_a_compiled_way(way: str) -> None:
+    _, before = trained(way, "convolutions", own=False, stop=True)
+    for key, value in members(convolutions)[1].state_dict().items():
+        assert torch.equal(before[f"1.{key}"], value)
+
+
+def test_the_fastest_way_is_chosen_and_changes_nothing() -> None:
+    x = torch.randn(5, 6, dtype=torch.float64)
+    states = []
+    for compiled in (False, True):
+        array = fuse(members(Tied), x)
+        step = RecordedStep(array, array.optimizer(torch.optim.Adam, lr=0.01), square, x, compiled=compiled)
+        assert step.way in (WRITTEN, TOGETHER, APART)
+        step(x)
+        states.append(array.member(2).state_dict())
+    torch.testing.assert_close(states[1], states[0], rtol=1e-9, atol=1e-12)
+
+
+def test_what_draws_random_numbers_is_not_compiled_on_the_cpu() -> None:
+    x = torch.randn(4, 6)
+    array = fuse([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(2)], x)
+    step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.1), square, x, compiled=True)
+    assert step.way == WRITTEN
+    assert step.left_out == {TOGETHER: "it draws random numbers", APART: "it draws random numbers"}
+
+
+def test_dropout_that_is_off_draws_nothing() -> None:
+    x = torch.randn(4, 6)
+    array = fuse([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0)) for _ in range(2)], x)
+    assert not RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.1), square, x, compiled=True).left_out
+
+
+def test_masks_from_seeds_have_the_members_own_chances_and_depend_on_the_seed_alone() -> None:
+    seeds = torch.tensor([11, 12345678901234, 11])
+
+    def masks(p: float) -> Tensor:
+        run = Run(members=3, streams=Streams([], torch.device("cpu")), seeded=[seeds])
+        return scaled_mask(run, (200, 500), p, torch.empty(0))
+
+    mask = masks(0.3)
+    kept = (mask > 0).double().mean(dim=(1, 2))
+    torch.testing.assert_close(kept, torch.full((3,), 0.7, dtype=torch.float64), rtol=0, atol=0.01)
+    torch.testing.assert_close(mask.mean(dim=(1, 2)), torch.ones(3), rtol=0, atol=0.02)
+    assert torch.equal(mask[0], mask[2])
+    both = ((mask[0] > 0) & (mask[1] > 0)).double().mean()  # as independent draws
+    assert abs(both.item() - 0.49) < 0.01
+    assert (masks(1.0) == 0).all()
+
+
+def test_a_batched_linear_layer_has_torchs_gradients_to_the_second_order() -> None:
+    x, w, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 4), (2, 5, 4), (2, 5)))
+    assert torch.autograd.gradcheck(_BatchedLinear.apply, (x, w, b))
+    assert torch.autograd.gradgradcheck(_BatchedLinear.apply, (x, w, b))
+    torch.testing.assert_close(_BatchedLinear.apply(x, w, b)[1], F.linear(x[1], w[1], b[1]))
+
+
+def test_models_stay_apart_from_their_copies() -> None:
+    models = members(Tied)
+    kept = copy.deepcopy(models[0].state_dict())
+    x = torch.randn(5, 6, dtype=torch.float64)
+    array = fuse(models, x)
+    RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.1), square, x, compiled=True)(x)
+    torch.testing.assert_close(models[0].state_dict(), kept, rtol=0, atol=0)
