@@ -4,9 +4,10 @@
     python benchmarks/fusion/run.py --device cuda --dtype bf16 --out results.json [--hfta PATH] [--only resnet18]
     python benchmarks/fusion/run.py --device cuda --dtype fp32 --seconds 150 --without vmap_compiled
 
-On CUDA each workload runs in processes of its own (ways that compile, ways that do not, HFTA's code), all at once:
-they export and compile side by side and take turns on the GPU, by a lock, to be measured. `--seconds` ends it all;
-what was not measured by then says so. Each time is the smallest of several: what else a machine does only ever adds.
+On CUDA each workload runs in processes of its own (ways that compile, ways that do not, HFTA's code), twenty at once:
+they export and compile side by side; when all have, they take turns on the GPU, by a lock, to be measured. `--seconds`
+ends it all; what was not measured by then says so. Each time is the smallest of several: what else a machine does
+only ever adds.
 """
 
 import argparse
@@ -70,6 +71,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--members", default="", help="sizes of an array to try, by commas")
     parser.add_argument("--hfta", default="", help="a checkout of UofT-EcoSystem/hfta, to be measured beside")
     parser.add_argument("--seconds", type=float, default=200.0, help="for all of the CUDA part")
+    parser.add_argument("--build-seconds", type=float, default=150.0, help="after which measuring begins at the latest")
     parser.add_argument("--out", default="", help="where to write the JSON object")
     parser.add_argument("--log", default="", help="where to write what the processes had to say")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
@@ -95,13 +97,26 @@ def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measured(
     made: Task, way: str, make: Callable[[Task, int], Made], members: int, *, seconds: float
 ) -> dict[str, Any]:
-    """A row: samples a second, or why there are none. Building and compiling need no turn on the GPU."""
+    """A row: samples a second, or why there are none."""
+    row, ready = built(made, way, make, members)
+    return row if ready is None else timed(made, row, ready, seconds=seconds)
+
+
+def built(made: Task, way: str, make: Callable[[Task, int], Made], members: int) -> tuple[dict[str, Any], Made | None]:
+    """The row's beginning, and what is ready to be measured; None where it cannot be had."""
     row: dict[str, Any] = {"workload": made.name, "way": way, "members": members, "batch": made.batch}
-    on_device = made.device.type == "cuda"
     start = time.monotonic()
     try:
         ready = make(made, members)
-        row["build_s"] = round(time.monotonic() - start, 2)
+    except Exception as error:  # a way that cannot run is a result too
+        return row | failed(error), None
+    return row | {"build_s": round(time.monotonic() - start, 2)}, ready
+
+
+def timed(made: Task, row: dict[str, Any], ready: Made, *, seconds: float) -> dict[str, Any]:
+    """The row with its figures."""
+    on_device = made.device.type == "cuda"
+    try:
         with turn() if on_device else nullcontext():
             start = time.monotonic()
             if on_device:
@@ -113,11 +128,15 @@ def measured(
             if on_device:
                 row["peak_bytes"] = torch.cuda.max_memory_allocated()
             del step, ready
-    except Exception as error:  # a way that cannot run is a result too
-        if on_device:  # for --log
-            traceback.print_exc()
-        row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
+    except Exception as error:
+        row |= failed(error)
     return row
+
+
+def failed(error: Exception) -> dict[str, str]:
+    """What a row says of an error; all of it goes to --log."""
+    traceback.print_exc()
+    return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]}
 
 
 def fastest(step: Step, on_device: bool, seconds: float) -> float:
@@ -146,7 +165,7 @@ def fastest(step: Step, on_device: bool, seconds: float) -> float:
 @contextmanager
 def turn() -> Iterator[None]:
     """The GPU to oneself, among the benchmark's processes."""
-    with open(os.environ["BURSTPOOL_BENCHMARK_LOCK"], "w") as lock:
+    with open(f"{os.environ['BURSTPOOL_BENCHMARK_FOLDER']}/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
@@ -169,11 +188,18 @@ def run_part(options: argparse.Namespace) -> None:
             return
         hfta_code.add_path(Path(options.hfta))
         ways.update(hfta_code.HFTA_WAYS)
-    for way in PARTS[part]:
-        if way in options.without:
-            continue
-        for members in sizes(name, way, options):
-            print(json.dumps(measured(made, way, ways[way], members, seconds=0.25)), flush=True)
+    wanted = [
+        (way, members) for way in PARTS[part] if way not in options.without for members in sizes(name, way, options)
+    ]
+    rows = [built(made, way, ways[way], members) for way, members in wanted]
+    folder = Path(os.environ["BURSTPOOL_BENCHMARK_FOLDER"])
+    (folder / f"{name}-{part}.built").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    while rows:
+        row, ready = rows.pop(0)
+        print(json.dumps(row if ready is None else timed(made, row, ready, seconds=0.25)), flush=True)
+        del ready
 
 
 def sizes(name: str, way: str, options: argparse.Namespace) -> list[int]:
@@ -189,15 +215,17 @@ def sizes(name: str, way: str, options: argparse.Namespace) -> list[int]:
 
 def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All processes at once, until the time is up; then the processes under MPS."""
-    deadline = time.monotonic() + options.seconds
+    begun = time.monotonic()
+    deadline = begun + options.seconds
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
-            "BURSTPOOL_BENCHMARK_LOCK": f"{folder}/lock",
+            "BURSTPOOL_BENCHMARK_FOLDER": folder,
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "2",
         }
-        waiting = [(name, part) for part in PARTS for name in options.only if set(PARTS[part]) - set(options.without)]
+        parts = [part for part in PARTS if set(PARTS[part]) - set(options.without)]
+        waiting = [(name, part) for part in parts for name in options.only]
         running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
         kept_s = 0.0 if "processes" in options.without else 10.0 + 3.0 * len(options.only)
         while time.monotonic() < deadline - kept_s:
@@ -208,6 +236,13 @@ def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
                 name, part = waiting.pop(0)
                 running[name, part] = _started(name, part, options, environment, Path(folder))
                 alive += 1
+            building = [
+                key
+                for key, process in running.items()
+                if process.poll() is None and not (Path(folder) / f"{'-'.join(key)}.built").exists()
+            ]
+            if not building or time.monotonic() > begun + options.build_seconds:
+                (Path(folder) / "go").touch()
             time.sleep(0.1)
         for (name, part), process in running.items():
             rows += _collected(name, part, process, Path(folder), options)

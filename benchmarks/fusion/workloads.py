@@ -27,15 +27,13 @@ WORKLOADS: dict[str, Workload] = {
     "pointnet_seg": Workload(zoo="pointnet_segmentation", members=(8,), small=4),
     "dcgan_d": Workload(zoo="dcgan_discriminator", members=(32,)),
     "dcgan_g": Workload(zoo="dcgan_generator", members=(32,)),
-    "resnet18": Workload(
-        zoo="resnet18", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(32, 64)
-    ),
+    "resnet18": Workload(zoo="resnet18", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(32,)),
     "mobilenet_v3_large": Workload(
         zoo="mobilenet_v3_large", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(32,)
     ),
     "transformer": Workload(zoo="transformer", members=(16,)),
     "bert_medium": Workload(zoo="bert_medium", members=(8,), small=4),
-    "tiny_mlp": Workload(zoo="tiny_mlp", members=(64, 1024)),
+    "tiny_mlp": Workload(zoo="tiny_mlp", members=(1024,)),
     "tiny_gpt": Workload(
         zoo="gpt_small",
         settings={"width": 128, "layers": 4, "heads": 4, "vocabulary": 256, "tokens": 64, "batch": 32},

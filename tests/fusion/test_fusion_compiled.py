@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from burstpool.fusion import fuse
+from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
 from burstpool.fusion.rules import Run
 from burstpool.fusion.rules.dropout import scaled_mask
 from burstpool.fusion.rules.matmul import _BatchedLinear
-from burstpool.fusion.step import APART, TOGETHER, WRITTEN, RecordedStep
+from burstpool.fusion.step import WRITTEN, RecordedStep
 from burstpool.fusion.streams import Streams
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler's own code
@@ -69,8 +70,9 @@ def trained(way: str, name: str, *, own: bool, stop: bool = False) -> tuple[Tens
     array = fuse(members(make), x[0][0] if own else x[0])
     optimizer = array.optimizer(torch.optim.SGD, lr=[0.1, 0.05, 0.02], momentum=0.9)
     step = RecordedStep(array, optimizer, square, x[0], per_member=own)
-    step._ways, step.way = step._compiled_ways(), way
-    assert not step.left_out
+    step._ways, left_out = compiled_ways(array, square, step._static, per_member=own)
+    assert not left_out
+    step.way = way
     if stop:
         array.stop(1)
     losses = torch.stack([step(batch).clone() for batch in x])

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from burstpool.fusion import fuse
-from burstpool.fusion.step import APART, TOGETHER, WRITTEN, RecordedStep
+from burstpool.fusion.compiled import APART, TOGETHER
+from burstpool.fusion.step import WRITTEN, RecordedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -94,12 +95,17 @@ def test_a_recorded_step_trains_what_the_plain_step_trains() -> None:
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own code
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("way", [TOGETHER, APART])
-def test_compiled_ways_train_what_the_written_one_trains(way: str, autocast: torch.dtype | None) -> None:
+def test_compiled_ways_train_what_the_written_one_trains(
+    way: str, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else one rounds a convolution's factors where the other has a product of whole numbers.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
     x, y = torch.randn(4, 3, 8, 8, device="cuda"), torch.randint(0, 5, (4,), device="cuda")
     found = []
     for chosen in (WRITTEN, way):
         array = fuse(nets(3), x)
-        optimizer = array.optimizer(torch.optim.SGD, lr=[0.1, 0.05, 0.02])
+        optimizer = array.optimizer(torch.optim.SGD, lr=[0.03, 0.02, 0.01])
         step = RecordedStep(array, optimizer, F.cross_entropy, x, y, autocast=autocast, compiled=chosen != WRITTEN)
         if chosen != WRITTEN:
             assert not step.left_out

@@ -114,6 +114,8 @@ class FusedArray:
         self.schedulers: list[ArrayScheduler] = []
         self.scalers: list[LossScaler] = []
         self._compiled: dict[str, Any] | None = None
+        self.compiled_ways: dict[Any, Any] = {}
+        """Compiled functions of a whole step, by what they are for (fusion/compiled.py); making them takes long."""
         self.recording = False
         """Whether a step is being recorded: lowerings are then compared as recorded ones."""
         self.jobs: list[Job] = []
@@ -266,6 +268,7 @@ class FusedArray:
         kept = [i for i in range(len(self)) if i not in gone]
         if not kept:
             raise FusionError("the array would be empty; an array has at least one member")
+        self.compiled_ways = {}
         self._frozen = {kept.index(i): saved for i, saved in self._frozen.items() if i in kept}
         self.jobs = [self.jobs[i] for i in kept] if self.jobs else []
         self.state.keep(kept)
@@ -294,7 +297,7 @@ class FusedArray:
         `options` are its optimizer options, `scheduler` its arguments of the schedule; what is left out is what
         member 0 was given. `job` is what it was made of, for an array that was made from jobs.
         """
-        index = len(self)
+        index, self.compiled_ways = len(self), {}
         empty = skeleton(model)
         check_same_state(self.state.skeletons[0], empty, member=index)
         for optimizer in self.optimizers:
@@ -345,6 +348,7 @@ class FusedArray:
         """Moves members to an array of their own, with their optimizer state, schedules and random streams."""
         chosen = [self._index(i) for i in indices]
         other = copy.copy(self)
+        other.compiled_ways = {}
         other.active = self.active[torch.tensor(chosen, device=self.device)].clone()
         other.state = self.state.taken(chosen)
         other._modes = {training: mode.taken(chosen) for training, mode in self._modes.items()}

@@ -30,8 +30,32 @@ from burstpool.fusion.streams import Streams
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
 
+TOGETHER, APART = "compiled together", "compiled apart"
 MOST_APART = 32
 """Members up to which each is run on its own: beyond, recording takes long and fusing has won."""
+
+
+def compiled_ways(
+    array: "FusedArray",
+    loss: Callable[..., Tensor],
+    batch: Any,
+    *,
+    per_member: bool = False,
+    autocast: torch.dtype | None = None,
+) -> tuple[dict[str, Callable[[Any, Sequence[Any]], Tensor]], dict[str, str]]:
+    """The ways that can be had, by name, for batches of the shapes of `batch`; and why the others cannot."""
+    leaves = pytree.tree_leaves(batch)
+    shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    ways, refused = {}, {}
+    for name, make in {TOGETHER: CompiledTogether, APART: CompiledApart}.items():
+        key = (name, loss, shapes, per_member, autocast, array.training)
+        try:
+            if key not in array.compiled_ways:
+                array.compiled_ways[key] = make(array, loss, per_member=per_member, autocast=autocast)
+            ways[name] = array.compiled_ways[key]
+        except FusionError as error:
+            refused[name] = str(error)
+    return ways, refused
 
 
 class _Compiled:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
-from burstpool.fusion.compiled import CompiledApart, CompiledTogether
+from burstpool.fusion.compiled import compiled_ways
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 from burstpool.fusion.serial import draws
 from burstpool.fusion.timing import replay_time, timed
@@ -33,7 +33,7 @@ _WARM_UP = 3
 """Steps before recording: lowerings are chosen in them, and torch's libraries choose their kernels."""
 
 
-WRITTEN, TOGETHER, APART = "as written", "compiled together", "compiled apart"
+WRITTEN = "as written"
 
 
 class RecordedStep:
@@ -64,7 +64,10 @@ class RecordedStep:
         """The way that the step runs: a key of `_ways`."""
         self.left_out: dict[str, str] = {}
         """Ways that could not be tried, and why."""
-        self._ways = self._compiled_ways() if compiled else {}
+        self._ways: dict[str, Callable[[Any, Sequence[Any]], Tensor]] = {}
+        if compiled:
+            given = {"per_member": per_member, "autocast": autocast}
+            self._ways, self.left_out = compiled_ways(array, loss, self._static, **given)  # type: ignore[arg-type]
         if array.device.type == "cuda" and (must_record or isinstance(optimizer, FusedOptimizer)):
             self._record([WRITTEN, *self._ways])
         elif self._ways:
@@ -127,16 +130,6 @@ class RecordedStep:
         gradients = torch.autograd.grad(total, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-    def _compiled_ways(self) -> dict[str, Callable[[Any, Sequence[Any]], Tensor]]:
-        ways: dict[str, Callable[[Any, Sequence[Any]], Tensor]] = {}
-        makers: dict[str, type[CompiledTogether | CompiledApart]] = {TOGETHER: CompiledTogether, APART: CompiledApart}
-        for name, make in makers.items():
-            try:
-                ways[name] = make(self.array, self.loss, per_member=self.per_member, autocast=self.autocast)
-            except FusionError as error:
-                self.left_out[name] = str(error)
-        return ways
 
     def _choose(self) -> None:
         """The fastest way where nothing is recorded."""
