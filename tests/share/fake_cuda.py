@@ -119,12 +119,23 @@ class FakeSteps:
         """When each of them begins on the device."""
         self.pieces: Any = [self._piece(clock, index) for index in range(len(piece_s))]
         self.raises_in = -1
+        self.moving_s = 0.0
+        """How long leaving and coming back take the host."""
+        self.moves: list[str] = []
+        self.refuses = 0
+        """How often there is no room to come back."""
+        self.runs_out_in, self.changed = -1, False
+        """Step in which the first piece finds no memory, once; and whether something was changed by then."""
+        self._clock = clock
         self._loss = loss
 
     def _piece(self, clock: Clock, index: int) -> Callable[[], None]:
         def run() -> None:
             if self.step == self.raises_in:
                 raise ValueError("a schedule of the user's")
+            if self.step == self.runs_out_in:
+                self.runs_out_in = -1
+                raise torch.OutOfMemoryError("CUDA out of memory")
             self.ran.append((self.step, index))
             self.began_s.append(max(clock.current.ends_s, clock.now_s))
             clock.work(self.piece_times_s[index])
@@ -137,6 +148,20 @@ class FakeSteps:
         raise AssertionError("nothing to warm up")
 
     def capture(self) -> None: ...
+
+    def leave(self) -> None:
+        self._clock.sleep(self.moving_s)
+        self.moves.append(f"leaves after step {self.step}")
+
+    def come_back(self) -> None:
+        self._clock.sleep(self.moving_s)
+        if self.refuses:
+            self.refuses -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.moves.append(f"comes back before step {self.step}")
+
+    def undo(self) -> bool:
+        return not self.changed
 
     def begin(self, batches: Any) -> None:
         assert batches == self.step  # samples come in their order

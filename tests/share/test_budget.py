@@ -194,3 +194,16 @@ def test_a_decision_takes_less_than_a_short_step() -> None:
     for _ in range(500):
         controller.observe(StepTaken(time_s=0.0105, overlapped_s=0.001))
     assert (time.perf_counter() - begun) / 500 < 0.5e-3  # tens of microseconds, on a machine that may be busy
+
+
+def test_pauses_are_paid_back_so_that_the_mean_holds_with_them() -> None:
+    controller, simulated, paused_s = Controller(Budget(slowdown=1.10)), Simulated(seed=3), 0.0
+    simulated.run(controller, 400)
+    for _ in range(3):
+        controller.charge_pause(0.2)  # as long as twenty steps
+        paused_s += 0.2
+        simulated.run(controller, 900)
+    taken_s = 0.01 * sum(simulated.slowdowns) + paused_s
+    assert taken_s / (0.01 * len(simulated.slowdowns)) < 1.11
+    assert simulated.p95() < 1.15
+    assert sum(simulated.work[400:]) > 0.4 * sum(simulated.work[200:400]) / 200 * 2700  # and it went on meanwhile

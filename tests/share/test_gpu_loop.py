@@ -1,6 +1,8 @@
 """The loop that shares a GPU, on a simulated one: who is started when, what is counted, who ends whom."""
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from fake_cuda import Clock, FakeFeeder, FakeSteps, fake_cuda
 
 from burstpool.errors import RunError, ShareError
 from burstpool.share.budget import Budget
+from burstpool.share.evictions import Evictions, Memory, Stay
 from burstpool.share.gpu import MOST_RESTARTS, BackgroundWork, Idle, JobAtWork, SharedGpu
 
 STEP_S = 0.01
@@ -107,6 +110,7 @@ class Fleeting:
     """A filler whose pieces end between one look and the next."""
 
     name, ended, steps_done, next_s = "fleeting", "", 0, 1e-3
+    where: Any = "here"
 
     def __init__(self) -> None:
         self.done_s = 0.0
@@ -125,6 +129,8 @@ class Fleeting:
     def look_after(self) -> None: ...
     def finish(self) -> None: ...
     def close(self) -> None: ...
+    def leave(self, *, at_once: bool = False) -> None: ...
+    def come_back(self) -> None: ...
 
 
 def test_work_that_ends_while_it_is_looked_at_is_counted(clock: Clock) -> None:
@@ -204,3 +210,90 @@ def test_a_request_to_stop_ends_it_with_what_was_begun(clock: Clock) -> None:
     SharedGpu(foreground, [beside], BUDGET).run(100, stop=lambda: foreground.steps.step == 30)
     assert len(foreground.losses) == 30
     assert len(steps_of(beside.work).ran) == 2 * beside.steps_done > 0
+
+
+GIB = 1 << 30
+
+
+def evictions(
+    clock: Clock, foreground_bytes: Callable[[float], int], *jobs: tuple[BackgroundWork, int], total: int = 100 * GIB
+) -> Evictions:
+    """With so much taken by the foreground at a time, and so much by each background while it is here."""
+
+    def memory() -> Memory:
+        taken = sum(held for job, held in jobs if job.where != "away")
+        return Memory(total - taken - foreground_bytes(clock.now_s), total)
+
+    stays = [Stay(held_bytes=held, first_pause_s=0.0) for _, held in jobs]
+    return Evictions([job for job, _ in jobs], stays, memory=memory, clock=clock.monotonic, slowdown=BUDGET.slowdown)
+
+
+def test_the_largest_background_leaves_when_memory_runs_short_and_comes_back_with_the_same_steps(clock: Clock) -> None:
+    small, large = background(clock, 3e-4, 2e-4, 2e-4), background(clock, 3e-4, 2e-4, 2e-4)
+    room = evictions(clock, lambda at_s: 65 * GIB if 2 < at_s < 4 else 10 * GIB, (small, 10 * GIB), (large, 30 * GIB))
+    foreground = job(clock, STEP_S)
+    gpu = SharedGpu(foreground, [small, large], BUDGET, evictions=room)
+    gpu.run(800)
+    assert foreground.losses == [[float(step)] for step in range(800)]
+    assert not steps_of(small.work).moves
+    left, back = steps_of(large.work).moves
+    assert left.removeprefix("leaves after") == back.removeprefix("comes back before")  # at the end of a step
+    ran = steps_of(large.work).ran
+    assert ran == [(step, piece) for step in range(large.steps_done) for piece in range(3)]
+    assert [stay.evictions for stay in room.stays] == [0, 1]
+    assert "GPU's memory were free, fewer than 5120 MiB" in room.stays[1].reason
+    assert not [at_s for at_s in steps_of(large.work).began_s if 2.6 < at_s < 4]
+    assert [at_s for at_s in steps_of(large.work).began_s if at_s > 4.5]
+
+
+def test_a_pause_is_measured_and_paid_back_but_is_no_step_to_learn_from(clock: Clock) -> None:
+    beside = background(clock, 3e-4)
+    steps_of(beside.work).moving_s = 0.05
+    room = evictions(clock, lambda at_s: 90 * GIB if 2 < at_s < 3 else 0, (beside, 10 * GIB))
+    gpu = SharedGpu(job(clock, STEP_S), [beside], BUDGET, evictions=room)
+    gpu.run(1500)
+    assert len(steps_of(beside.work).moves) == 2
+    pauses = gpu.measured.paused_s
+    assert len(pauses) == 2
+    for place, paused_s in pauses.items():  # a step was queued, and what the background had begun was ended first
+        assert 0.05 - STEP_S < paused_s + 1e-9 < 0.05 + STEP_S
+        assert gpu.measured.step_s[place] == pytest.approx(STEP_S + paused_s)
+    away_s = room.stays[0].since_s
+    back_s = min(at_s for at_s in steps_of(beside.work).began_s if at_s > away_s)
+    assert back_s - away_s > 0.05 / (0.2 * 0.1)  # pauses, as far as known then, take a fifth of the budget at most
+    assert gpu.controller.alone_s == pytest.approx(STEP_S)
+    others = [time_s for place, time_s in enumerate(gpu.measured.step_s) if place not in pauses]
+    assert max(others) < 1.02 * STEP_S
+
+
+def test_a_background_that_finds_no_room_to_come_back_stays_away_longer(clock: Clock) -> None:
+    beside = background(clock, 3e-4)
+    steps_of(beside.work).refuses = 2
+    room = evictions(clock, lambda at_s: 90 * GIB if 1 < at_s < 2 else 0, (beside, 10 * GIB))
+    SharedGpu(job(clock, STEP_S), [beside], BUDGET, evictions=room).run(1200)
+    [stay] = room.stays
+    assert (stay.evictions, stay.refusals) == (1, 2)
+    assert beside.where == "here"
+    assert not beside.ended
+    gap_s = max(b - a for a, b in pairwise(steps_of(beside.work).began_s))
+    assert gap_s > 1 + 2 + 4
+
+
+def test_a_foreground_that_runs_out_of_memory_gets_that_of_the_largest_background_and_goes_on(clock: Clock) -> None:
+    foreground, small, large = job(clock, STEP_S), background(clock, 3e-4, 3e-4), background(clock, 3e-4, 3e-4)
+    room = evictions(clock, lambda at_s: 0, (small, GIB), (large, 2 * GIB))
+    steps_of(foreground).runs_out_in = 40
+    SharedGpu(foreground, [small, large], BUDGET, evictions=room).run(60)
+    assert foreground.losses == [[float(step)] for step in range(60)]
+    assert [stay.evictions for stay in room.stays] == [0, 1]
+    assert room.stays[1].reason == "the foreground ran out of memory"
+    assert len(large.work.losses) == large.steps_done == steps_of(large.work).step  # a whole number of steps
+
+
+@pytest.mark.parametrize(("changed", "message"), [(True, "middle of a change"), (False, "no background left")])
+def test_a_foreground_that_cannot_be_helped_says_so(clock: Clock, changed: bool, message: str) -> None:
+    foreground, beside = job(clock, STEP_S), background(clock, 3e-4)
+    steps_of(foreground).runs_out_in, steps_of(foreground).changed = 20, changed
+    room = evictions(clock, lambda at_s: 0, *([(beside, GIB)] if changed else []))
+    with pytest.raises(RunError, match=message):
+        SharedGpu(foreground, [beside], BUDGET, evictions=room).run(60)

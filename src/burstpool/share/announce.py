@@ -43,6 +43,8 @@ class StepLog:
     stopped_s: float = 0.0
     background_steps: dict[str, int] = field(default_factory=dict)
     """Gate's file → steps its background trained between the two."""
+    paused_s: float = 0.0
+    """For how long the foreground was stopped, in all, as backgrounds left a GPU's memory or came back."""
 
     def save(self, path: Path) -> None:
         """As JSON."""

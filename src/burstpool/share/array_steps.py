@@ -7,6 +7,7 @@ job (`graph_steps.py`), the first steps are called eagerly and are steps of the 
 import contextlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,8 @@ from burstpool.model.recording import recording
 from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.loading import Batch
 from burstpool.share.graph_steps import kept, times_of_pieces, times_of_steps
-from burstpool.share.pieces import CutGraph, Piece
+from burstpool.share.moving import give_back, move, or_else
+from burstpool.share.pieces import CutGraph, Cuts, Piece
 
 
 class ArrayStep:
@@ -51,8 +53,12 @@ class ArrayStep:
                 f"{type(optimizer.proxies[0]).__name__} has no formula for arrays and cannot be captured"
             )
         self._optimizer = optimizer
+        self._losses = torch.zeros(len(jobs))
         self.step = 0
         """Steps that have begun."""
+        self._cut: CutGraph | None = None
+        self._cuts: Cuts | None = None
+        """Where the graph was cut; known when it has left once."""
         self.pieces: list[Piece] = []
         self.piece_times_s: list[float] = []
         self.alone_s = math.nan
@@ -83,14 +89,50 @@ class ArrayStep:
         finally:
             self.array.streams.restore(random)
 
+    def leave(self) -> None:
+        """Between two steps: everything goes to the host's memory, and the graphs are let go."""
+        torch.cuda.synchronize()
+        self._cuts = self._cut.cuts if self._cut is not None else self._cuts
+        self._cut, self.pieces = None, []
+        self._losses = self._losses.detach().cpu()
+        self._optimizer.zero_grad()
+        move(self._all_tensors(), torch.device("cpu"))
+        give_back()
+
+    def come_back(self) -> None:
+        """Undoes `leave`; trains nothing. Where it raises, everything is in the host's memory as before."""
+        random = self.array.streams.states()
+        try:
+            with or_else(self.leave), torch.cuda.stream(self.stream):
+                move(self._all_tensors(), self.stream.device)
+                self._capture_again()
+        finally:
+            self.array.streams.restore(random)
+
+    def _capture_again(self) -> None:
+        """The pieces and their times are those of the first time, unless the capture has come out otherwise."""
+        try:
+            self._cut_graph(self._cuts)
+            if len(self.pieces) == len(self.piece_times_s):
+                return
+        except CaptureError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise error.__cause__ from None
+        self._cuts = None
+        self._capture()
+
+    def _cut_graph(self, cuts: Cuts | None) -> None:
+        try:
+            graph = self._captured()
+        except Exception as error:  # whatever the user's operators do that a graph cannot hold
+            raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
+        timed = partial(times_of_pieces, begin=lambda: None)
+        self._cut = CutGraph(graph, target_s=self._piece_s, timed=timed, cuts=cuts)
+        self.pieces = self._cut.pieces
+
     def _capture(self) -> None:
         with torch.cuda.stream(self.stream), kept(self.state()):
-            try:
-                graph = self._captured()
-            except Exception as error:  # whatever the user's operators do that a graph cannot hold
-                raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
-            self._cut = CutGraph(graph, target_s=self._piece_s, timed=lambda some: times_of_pieces(some, lambda: None))
-            self.pieces = self._cut.pieces
+            self._cut_graph(None)
             self.piece_times_s = times_of_pieces(self.pieces, lambda: None)
             self.alone_s = times_of_steps(self.pieces, lambda: None)
 
@@ -111,8 +153,19 @@ class ArrayStep:
 
     def state(self) -> list[torch.Tensor]:
         """Everything that training changes, where it is."""
+        return [tensor.detach() for tensor in self._tensors()]
+
+    def undo(self) -> bool:
+        """See `Steps`; a captured step takes no memory."""
+        return False
+
+    def _tensors(self) -> list[torch.Tensor]:
         slots = [slot for bucket in self._optimizer.buckets for slot in (bucket.step_M, *bucket.slots.values())]
-        return [tensor.detach() for tensor in (*self.array.state.tensors.values(), *slots, self.array.active)]
+        return [*self.array.state.tensors.values(), *slots, self.array.active]
+
+    def _all_tensors(self) -> list[torch.Tensor]:
+        """The same, and the samples that a capture begins with."""
+        return self._tensors() + [x for x in pytree.tree_leaves(self._fixed) if isinstance(x, torch.Tensor)]
 
     def _forward(self) -> None:
         self._optimizer.zero_grad()

@@ -30,6 +30,8 @@ from burstpool.share.base_time import BaseTime
 
 _FEEDBACK_STEPS = 20
 """Over how many steps a debt is paid back: few enough to hold a mean over a second, many enough not to follow noise."""
+_PAUSE_PART = 0.5
+"""Share of a step's budget that pauses are paid back with: the background goes on meanwhile, at half its speed."""
 _MOST_DEBT = 30
 """Steps that may be owed: one that hangs for a minute by itself is not held against the background for ever."""
 _CATCH_UP = 1.25
@@ -190,6 +192,8 @@ class Controller:
         """Share of the work that the tail allows."""
         self.debt_s = 0.0
         """What all steps together took more than the budget."""
+        self.pause_debt_s = 0.0
+        """For how long the foreground was stopped for the background, and has not got back yet."""
         self._alone_left = budget.alone_first
         self._gaps_only_left = _CONFIRMING if gaps else 0
         self._spacing = cycle(_SPACING)
@@ -213,8 +217,16 @@ class Controller:
             self._take_alone(step.time_s)
         elif self.base.num_samples:
             self._take_shared(step)
+        self.pause_debt_s = max(self.pause_debt_s - _PAUSE_PART * (self._whole_aim() - 1) * self.base.median_s, 0.0)
         self.allowance = self._decide()
         return self.allowance
+
+    def charge_pause(self, time_s: float) -> None:
+        """The foreground was stopped for so long, between two steps, for the background's sake: no step's time.
+
+        It is paid back from the steps that follow, however long that takes.
+        """
+        self.pause_debt_s += time_s
 
     def _take_alone(self, time_s: float) -> None:
         """A step without background is a sample of the base, and leaves its share of the budget to the others."""
@@ -245,6 +257,11 @@ class Controller:
         self._until_alone -= 1
 
     def _aim(self) -> float:
+        """The mean that steps are to have: less than the whole while a pause is being paid back."""
+        whole = self._whole_aim()
+        return whole if self.pause_debt_s <= 0 else 1 + (1 - _PAUSE_PART) * (whole - 1)
+
+    def _whole_aim(self) -> float:
         """The mean to hold: the budget, less what the base may be wrong by."""
         return max(self.budget.slowdown - 1.5 * self.base.error, 1 + 0.2 * (self.budget.slowdown - 1))
 

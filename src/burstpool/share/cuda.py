@@ -6,7 +6,6 @@ calls this drives the GPU. Plans of several devices are refused: each GPU would 
 """
 
 import contextlib
-import gc
 import logging
 import math
 import time
@@ -36,6 +35,7 @@ from burstpool.share.base import (
     ShareRequest,
     refuse_used,
 )
+from burstpool.share.evictions import Evictions, Memory, Stay
 from burstpool.share.feeding import Feeder
 from burstpool.share.gpu import (
     BackgroundWork,
@@ -47,6 +47,8 @@ from burstpool.share.gpu import (
     streams,
 )
 from burstpool.share.graph_steps import GraphStep
+from burstpool.share.moving import give_back
+from burstpool.share.room import RESERVE
 from burstpool.share.second_process import SecondProcess
 
 _LOG = logging.getLogger(__name__)
@@ -54,8 +56,6 @@ PIECE_S = 3e-4
 """Length of a background piece: long enough to be worth a launch, short beside any step worth sharing."""
 _VIEW_S = 0.5
 """Between two looks of a live view."""
-_RESERVE = 0.1
-"""Share of the GPU's memory that backgrounds leave free."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +69,13 @@ class _Beside:
     """Why it never ran, or runs no more."""
     steps_before: int = 0
     """Trained before the foreground's first shared step."""
+    held_bytes: int = 0
+    """What it takes of the GPU's memory."""
+    capture_s: float = 0.0
+    """How long its capture took, with all that is only done the first time."""
     losses: list[list[float]] = field(default_factory=list)
+    was_away: bool = False
+    """Whether it was in the host's memory when the foreground ended."""
 
 
 def share_on_cuda(request: ShareRequest, *, observer: Callable[[ShareProgress], None] | None = None) -> ShareOutcome:
@@ -120,8 +126,15 @@ class _Sharing:
         for beside in self.backgrounds:
             self._start(beside)
         fillers = [beside.filler for beside in self.backgrounds if beside.filler is not None]
-        allow_nan = self.request.options.allow_nan
-        gpu = SharedGpu(foreground, fillers, self.request.budget, watch=self._watch, allow_nan=allow_nan)
+        self._evictions = self._make_evictions(foreground)
+        gpu = SharedGpu(
+            foreground,
+            fillers,
+            self.request.budget,
+            watch=self._watch,
+            allow_nan=self.request.options.allow_nan,
+            evictions=self._evictions,
+        )
         self._begun_s = time.monotonic()
         try:
             with counted_interrupts() as interrupts:
@@ -148,8 +161,22 @@ class _Sharing:
         work.read(all_of_them=True)
         return work
 
+    def _make_evictions(self, foreground: JobAtWork) -> Evictions:
+        """Who makes room when the foreground needs it."""
+        there = [beside for beside in self.backgrounds if beside.filler is not None]
+        assert isinstance(foreground.steps, GraphStep)
+        return Evictions(
+            [beside.filler for beside in there if beside.filler is not None],
+            [Stay(held_bytes=beside.held_bytes, first_pause_s=beside.capture_s) for beside in there],
+            memory=MemoryOf(self.low.device, grows=not foreground.steps.is_captured),
+            clock=time.monotonic,
+            slowdown=self.request.budget.slowdown,
+        )
+
     def _start(self, beside: _Beside) -> None:
         """Makes a background ready; whatever its code does wrong, it is left out and the reason kept."""
+        give_back()
+        free_bytes, _ = torch.cuda.mem_get_info()
         try:
             beside.filler = self._filler(beside)
         except Exception as error:
@@ -158,6 +185,8 @@ class _Sharing:
             _LOG.warning("background %s is left out: %s", beside.wanted.name, beside.reason)
             return
         self.stack.callback(beside.filler.close)
+        give_back()
+        beside.held_bytes = max(free_bytes - torch.cuda.mem_get_info()[0], 0)
 
     def _filler(self, beside: _Beside) -> Filler:
         wanted = beside.wanted
@@ -168,10 +197,13 @@ class _Sharing:
             if len(sources) > 1:
                 raise
             _LOG.warning("background %s runs as a process of its own: %s", wanted.name, error)
-        gc.collect()  # what the capture had taken of the GPU's memory
-        torch.cuda.empty_cache()
+        give_back()
         process = SecondProcess(
-            wanted.name, sources[0], autocast=self._autocast, memory_bytes=self._memory_bytes(wanted)
+            wanted.name,
+            sources[0],
+            checkpoints=self._checkpoints(beside),
+            autocast=self._autocast,
+            memory_bytes=self._memory_bytes(wanted),
         )
         beside.alone_s, beside.losses, beside.steps_before = process.alone_s, process.losses, process.steps_done
         return process
@@ -189,6 +221,7 @@ class _Sharing:
             cleaning.callback(feeder.close)
             work = JobAtWork(wanted.name, steps, feeder)
             work.start()
+            beside.capture_s = work.capture_s
             cleaning.pop_all()
         work.read(all_of_them=True)
         beside.alone_s, beside.losses, beside.steps_before = steps.alone_s, work.losses, len(work.losses)
@@ -198,10 +231,13 @@ class _Sharing:
         """An equal share of what the foreground leaves, or what was asked for if that is less."""
         free, total = torch.cuda.mem_get_info()
         waiting = sum(1 for beside in self.backgrounds if beside.filler is None and not beside.reason)
-        share = int((free - _RESERVE * total) / max(waiting, 1))
+        share = int((free - RESERVE * total) / max(waiting, 1))
         if share <= 0:
             raise ShareError("the foreground leaves no memory of the GPU")
         return min(share, wanted.memory_bytes or share)
+
+    def _checkpoints(self, beside: _Beside) -> Path:
+        return self.folder.path / "background" / str(self.backgrounds.index(beside)) / "checkpoints"
 
     @property
     def _autocast(self) -> Any:
@@ -244,13 +280,20 @@ class _Sharing:
         checkpoint = self._save(foreground, self.folder.checkpoints) if sound else None
         if checkpoint is not None:
             export_weights(checkpoint, self.folder.weights)
-        for index, beside in enumerate(self.backgrounds):
-            if isinstance(beside.filler, BackgroundWork):
-                try:
-                    beside.filler.finish()
-                    self._save(beside.filler.work, self.folder.path / "background" / str(index) / "checkpoints")
-                except Exception as error:  # a full disk, say: the foreground has what it needs
-                    _LOG.warning("background %s could not be saved: %s", beside.wanted.name, error)
+        for beside in self.backgrounds:
+            beside.was_away = beside.filler is not None and beside.filler.where in ("away", "returning")
+            try:
+                self._keep_background(beside)
+            except Exception as error:  # a full disk, say: the foreground has what it needs
+                _LOG.warning("background %s could not be saved: %s", beside.wanted.name, error)
+
+    def _keep_background(self, beside: _Beside) -> None:
+        if isinstance(beside.filler, BackgroundWork):
+            beside.filler.finish()
+            self._save(beside.filler.work, self._checkpoints(beside))
+        elif isinstance(beside.filler, SecondProcess) and not beside.filler.ended and not beside.was_away:
+            beside.filler.finish()
+            beside.filler.leave(at_once=True)  # which writes a checkpoint
 
     def _save(self, work: JobAtWork, folder: Path) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -284,6 +327,7 @@ class _Sharing:
             alone=[work_s == 0 for work_s in measured.background_s],
             overlapped_s=measured.background_s,
             in_gaps_s=[0.0] * len(measured.step_s),
+            paused_s=sum(measured.paused_s.values()),
         )
         log.save(self.folder.path / SHARING)
         losses = [loss for [loss] in foreground.losses]
@@ -304,18 +348,42 @@ class _Sharing:
         trained = len(beside.losses) - beside.steps_before
         reason = beside.reason or (filler.ended if filler is not None else "")
         many = len(beside.wanted.settings) > 1
+        stay = self._evictions.of(filler)
+        away = stay if beside.was_away and not reason else None
         return BackgroundOutcome(
             name=beside.wanted.name,
             device=0,
             steps=trained,
             kept=trained * beside.alone_s / self._took_s if beside.alone_s and self._took_s else None,
             alone_step_s=beside.alone_s,
-            state="failed" if reason else "ended",
-            reason=reason,
+            state="failed" if reason else "evicted" if away else "ended",
+            reason=away.reason if away else reason,
             restarts=filler.work.feeder.restarts if isinstance(filler, BackgroundWork) else 0,
-            evictions=0,
+            evictions=stay.evictions if stay else 0,
             losses=[values if many else values[0] for values in beside.losses],
         )
+
+
+class MemoryOf:
+    """What a GPU has free.
+
+    Where the foreground is called eagerly, memory that torch keeps for it counts as free as far as no step since the
+    last look used it; what graphs keep for themselves does not.
+    """
+
+    def __init__(self, device: torch.device, *, grows: bool) -> None:
+        """To be made when all jobs are there."""
+        self._device, self._grows = device, grows
+        give_back()
+        self._kept_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+    def __call__(self) -> Memory:
+        free, total = torch.cuda.mem_get_info(self._device)
+        if not self._grows:
+            return Memory(free, total)
+        used = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return Memory(free + max(torch.cuda.memory_reserved(self._device) - used - self._kept_bytes, 0), total)
 
 
 def _timeline(gpu: SharedGpu, steps: int) -> Timeline | None:

@@ -12,8 +12,10 @@ starts background work at the right moment. No lock is shared with anybody: samp
 of their own (`feeding.py`). What a piece costs the foreground is not assumed but measured (`budget.py`).
 
 A background job whose samples fail is restarted or ended alone; its state lives in memory that was taken before the
-foreground's first shared step and never grows. What this cannot isolate: an error that poisons the CUDA context, such
-as a device-side assertion in a background's kernel, ends the whole process.
+foreground's first shared step and never grows. Where the foreground comes to need that memory, the job goes to the
+host's and comes back later (`evictions.py`), which stops the foreground for a moment between two steps. What this
+cannot isolate: an error that poisons the CUDA context, such as a device-side assertion in a background's kernel, ends
+the whole process.
 """
 
 import collections
@@ -31,6 +33,7 @@ from burstpool.errors import RunError, ShareError
 from burstpool.run.loading import Batch
 from burstpool.run.losses import not_finite
 from burstpool.share.budget import Allowance, Budget, Controller, Credit, Gap, StepTaken
+from burstpool.share.evictions import Evictable, Evictions, Where
 from burstpool.share.feeding import Feeder
 from burstpool.share.pieces import Piece
 
@@ -40,6 +43,8 @@ _IN_FLIGHT = 2
 """Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
 _FEED_TIMEOUT_S = 120.0
 _NAP_S = 20e-6
+_LEAST_PAUSE_S = 1e-4
+"""What is shorter is the device's own way from one step to the next."""
 _KEPT_SPANS = 40
 
 
@@ -58,6 +63,9 @@ class Steps(Protocol):
     def capture(self) -> None: ...
     def begin(self, batches: Sequence[Sequence[Batch]]) -> None: ...
     def end(self) -> torch.Tensor: ...
+    def leave(self) -> None: ...
+    def come_back(self) -> None: ...
+    def undo(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +82,8 @@ class JobAtWork:
         self.name, self.steps, self.feeder = name, steps, feeder
         self.losses: list[list[float]] = []
         """Of every finished step, one number for each model that is trained."""
+        self.capture_s = 0.0
+        """How long the capture took."""
         self._late: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
 
     def start(self, *, most_steps: int | None = None) -> None:
@@ -83,7 +93,9 @@ class JobAtWork:
             loss = self.steps.warm_up(batch)
             self.feeder.used(self.steps.stream)
             self.read_later(loss)
+        begun_s = time.monotonic()
         self.steps.capture()
+        self.capture_s = time.monotonic() - begun_s
 
     def wait_for_batch(self) -> list[list[Batch]]:
         """The next samples, waited for."""
@@ -127,12 +139,9 @@ class Marker(Protocol):
         ...
 
 
-class Filler(Protocol):
+class Filler(Evictable, Protocol):
     """A background job, whoever runs it: starts one piece of its work after the other."""
 
-    name: str
-    ended: str
-    """Why it is not run any more; empty while it is."""
     done_s: float
     """Work that was started, by its time alone."""
     steps_done: int
@@ -188,6 +197,7 @@ class BackgroundWork:
         self.steps_done = 0
         self.done_s = 0.0
         self.ended = ""
+        self.where: Where = "here"
         self._next = 0
         self._failures = 0
 
@@ -201,14 +211,14 @@ class BackgroundWork:
         try:
             return self._launch(gate)
         except Exception as error:  # whatever its optimizer or its schedule does between graphs
-            self.end(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+            self.end(_in_a_line(error))
             return None
 
     def _launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
         steps = self.work.steps
         if gate is not None:
             steps.stream.wait_event(gate)
-        if self.ended or (self._next == 0 and not self._begin()):
+        if self.ended or self.where == "away" or (self._next == 0 and not self._begin()):
             return None
         self.done_s += self.next_s
         begin = _recorded(steps.stream, timing=True)
@@ -234,6 +244,29 @@ class BackgroundWork:
             self.launch(None)
         self.work.read(all_of_them=True)
 
+    def leave(self, *, at_once: bool = False) -> None:
+        """See `Evictable`."""
+        self.where = "leaving"
+        if self._next and not at_once:
+            return
+        self.finish()
+        try:
+            self.work.steps.leave()
+        except Exception as error:  # the host's memory is full, say
+            self.end(_in_a_line(error))
+        self.where = "away"
+
+    def come_back(self) -> None:
+        """See `Evictable`."""
+        try:
+            self.work.steps.come_back()
+        except torch.OutOfMemoryError:
+            return
+        except Exception as error:
+            self.end(_in_a_line(error))
+            return
+        self.where = "here"
+
     def close(self) -> None:
         """See `Filler`."""
         self.work.feeder.close()
@@ -244,6 +277,8 @@ class BackgroundWork:
         self.close()
 
     def _begin(self) -> bool:
+        if self.where == "leaving":
+            return False
         try:
             batch = self.work.feeder.take()
         except ShareError as error:
@@ -282,6 +317,8 @@ class Measured:
     """End of one step to the end of the next, all of them."""
     background_s: list[float] = field(default_factory=list)
     """Background work in each, by its time alone; 0 for steps that ran alone."""
+    paused_s: dict[int, float] = field(default_factory=dict)
+    """Place in `step_s` → for how long the foreground was stopped in it, as a background left or came back."""
 
 
 class SharedGpu:
@@ -296,11 +333,17 @@ class SharedGpu:
         program: Sequence[int | Idle] | None = None,
         watch: Callable[["SharedGpu"], None] | None = None,
         allow_nan: bool = False,
+        evictions: Evictions | None = None,
     ) -> None:
-        """`program`: the foreground's pieces by number, and gaps between them; all pieces without gaps if None."""
+        """`program`: the foreground's pieces by number, and gaps between them; all pieces without gaps if None.
+
+        `evictions`: who makes room in the GPU's memory; None where all stay.
+        """
         self.foreground, self.backgrounds = foreground, list(backgrounds)
         self._program = list(program) if program is not None else list(range(len(foreground.steps.pieces)))
-        self._watch, self._allow_nan = watch, allow_nan
+        self._watch, self._allow_nan, self._evictions = watch, allow_nan, evictions
+        self._resumed: dict[int, torch.cuda.Event] = {}
+        """Step → the moment, on the device, at which the foreground went on after it was stopped before it."""
         self._restarts = 0
         gaps = [Gap(length_s=part.length_s) for part in self._program if isinstance(part, Idle)]
         self.controller = Controller(budget, gaps=gaps)
@@ -327,6 +370,8 @@ class SharedGpu:
                 self._settle(step - 1, ends[:-1])
             if self._watch is not None:
                 self._watch(self)
+            if self._evictions is not None and self._evictions.look():
+                self._resumed[step + 1] = _recorded(self.foreground.steps.stream, timing=True)
         if ends:
             self._settle(step, ends[-2:])
         torch.cuda.synchronize()
@@ -363,7 +408,7 @@ class SharedGpu:
         """Queues a step; returns the events that mark its end, and its beginning and those of its gaps."""
         steps = self.foreground.steps
         gates = [_recorded(steps.stream, timing=True)]
-        steps.begin(batch)
+        self._with_room(lambda: steps.begin(batch))
         self.foreground.feeder.used(steps.stream)
         with torch.cuda.stream(steps.stream):
             for part in self._program:
@@ -371,9 +416,26 @@ class SharedGpu:
                     gates.append(_recorded(steps.stream))
                     torch.cuda._sleep(int(part.length_s * self._cycles_a_second))  # type: ignore[no-untyped-call]
                 else:
-                    steps.pieces[part]()
+                    self._with_room(steps.pieces[part])
         self.foreground.read_later(steps.end())
         return _recorded(steps.stream, timing=True), gates
+
+    def _with_room(self, work: Callable[[], object]) -> None:
+        """Does a part of the foreground's step; where memory does not suffice, backgrounds leave and it is done again.
+
+        Only as long as nothing is changed that cannot be put back; a captured step takes no memory at all.
+        """
+        while True:
+            try:
+                work()
+                return
+            except torch.OutOfMemoryError as error:
+                words = _in_a_line(error)
+            # Outside of the handler: an exception keeps alive whatever the step had made.
+            if not self.foreground.steps.undo():
+                raise RunError(f"the foreground ran out of memory in the middle of a change: {words}")
+            if self._evictions is None or not self._evictions.make_room():
+                raise RunError(f"the foreground ran out of memory, with no background left to make room: {words}")
 
     def _launch_background(self, step: int, gates: Sequence[torch.cuda.Event]) -> None:
         """Starts what this step allows, less what earlier ones started and the GPU has not got round to."""
@@ -416,8 +478,9 @@ class SharedGpu:
         return 0.0
 
     def _in_turn(self) -> list[Filler]:
-        """The background jobs that are not over, those that have got least first."""
-        return sorted((x for x in self.backgrounds if not x.ended), key=lambda background: background.done_s)
+        """The background jobs that are here and not over, those that have got least first."""
+        here = (x for x in self.backgrounds if not x.ended and x.where in ("here", "leaving"))
+        return sorted(here, key=lambda background: background.done_s)
 
     def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
         """Waits for a step's end and has the controller decide on the next one."""
@@ -432,19 +495,28 @@ class SharedGpu:
         self._launched = under_way
         if len(ends) > 1:
             time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
-            self._observe(StepTaken(time_s=time_s, overlapped_s=done_s[False], in_gaps_s=done_s[True]), step)
+            taken = StepTaken(time_s=time_s, overlapped_s=done_s[False], in_gaps_s=done_s[True])
+            resumed = self._resumed.pop(step, None)
+            paused_s = float(ends[-2].elapsed_time(resumed)) / 1e3 if resumed is not None else 0.0
+            self._observe(taken, step, paused_s=max(paused_s, 0.0))
         self._read_foreground()
         for background in self.backgrounds:
             background.look_after()
 
-    def _observe(self, taken: StepTaken, step: int) -> None:
-        """A step in which nothing ended may still have had a part of a long piece in it: then it was not alone."""
+    def _observe(self, taken: StepTaken, step: int, *, paused_s: float) -> None:
+        """A step in which nothing ended may still have had a part of a long piece in it: then it was not alone.
+
+        A pause is measured as a part of the step; the controller is told of it apart.
+        """
         under_way = next((piece for piece in self._launched if piece.step <= step), None)
         if under_way is not None and taken.overlapped_s + taken.in_gaps_s == 0:
             part_s = min(under_way.length_s - under_way.counted_s, taken.time_s) / 2
             under_way.counted_s += part_s
             taken = replace(taken, overlapped_s=part_s)
-        self._allowance = self.controller.observe(taken)
+        if paused_s > _LEAST_PAUSE_S:
+            self.measured.paused_s[len(self.measured.step_s)] = paused_s
+            self.controller.charge_pause(paused_s)
+        self._allowance = self.controller.observe(replace(taken, time_s=max(taken.time_s - paused_s, 1e-9)))
         self.measured.step_s.append(taken.time_s)
         self.measured.background_s.append(taken.overlapped_s + taken.in_gaps_s)
 
@@ -491,6 +563,10 @@ def memory_cap(name: str, device: torch.device, memory_bytes: int | None) -> Ite
         raise ShareError(f"background {name} needs more than {memory_bytes} bytes of the GPU's memory") from error
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _cycles_a_second() -> float:

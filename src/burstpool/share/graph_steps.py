@@ -14,17 +14,20 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from burstpool.errors import CaptureError
 from burstpool.job import Job
 from burstpool.run.even import even_plan
+from burstpool.run.executor import Executor
 from burstpool.run.graphs import WARM_UP_STEPS, StepGraphs
 from burstpool.run.loading import Batch
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
-from burstpool.share.pieces import CutGraph, Piece
+from burstpool.share.moving import give_back, move, or_else
+from burstpool.share.pieces import CutGraph, Cuts, Piece
 
 _REPEATS = 6
 """Replays of the whole step when its pieces are timed."""
@@ -60,6 +63,9 @@ class GraphStep:
         """Steps that have begun."""
         self._graphs: StepGraphs | None = None
         self._cut: list[CutGraph] = []
+        self._cuts: list[Cuts] = []
+        """Where the graphs were cut, in order; known from the first capture on."""
+        self._before: _Before | None = None
         self._loss: torch.Tensor | None = None
         self.pieces: list[Piece] = []
         """What a step does, in order, after `begin`; on this step's stream."""
@@ -88,16 +94,7 @@ class GraphStep:
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream), kept(self.state()):
             offset = _default_offset(self.stream.device)
-            self._graphs = graphs = self.executor.capture(self._example, keep_graphs=True)
-            self._cut = []
-            self.pieces = []
-            for piece in graphs.pieces:
-                graph = graphs.graph_of(piece)
-                if graph is None:  # what the host does itself, such as an optimizer that cannot be captured
-                    self.pieces.append(piece)
-                else:
-                    self._cut.append(CutGraph(graph, target_s=self._piece_s, timed=self._timed))
-                    self.pieces += self._cut[-1].pieces
+            graphs = self._cut_graphs(())
             self.piece_times_s = self._timed(self.pieces)
             self.alone_s = times_of_steps(self.pieces, lambda: graphs.begin(self.step, self._example))
             if _default_offset(self.stream.device) != offset:
@@ -105,14 +102,76 @@ class GraphStep:
                     "its layers draw from torch's own random stream, which another job may draw from too"
                 )
 
+    def _cut_graphs(self, known: Sequence[Cuts]) -> StepGraphs:
+        """Captures the step and cuts it into `pieces`: as it was cut before, or as the pieces' times say."""
+        self._graphs = graphs = self.executor.capture(self._example, keep_graphs=True)
+        self._cut, self.pieces = [], []
+        cuts = iter(known)
+        for piece in graphs.pieces:
+            graph = graphs.graph_of(piece)
+            if graph is None:  # what the host does itself, such as an optimizer that cannot be captured
+                self.pieces.append(piece)
+            else:
+                where = next(cuts, None)
+                self._cut.append(CutGraph(graph, target_s=self._piece_s, timed=self._timed, cuts=where))
+                self.pieces += self._cut[-1].pieces
+        self._cuts = [cut.cuts for cut in self._cut]
+        return graphs
+
+    def leave(self) -> None:
+        """Between two steps: everything goes to the host's memory, and the graphs are let go."""
+        torch.cuda.synchronize()
+        self._graphs, self._cut, self.pieces, self._loss = None, [], [], None
+        self.executor.update.forget()
+        self.executor.passes.begin_step(())
+        move(self._all_tensors(), torch.device("cpu"))
+        give_back()
+
+    def come_back(self) -> None:
+        """Undoes `leave`; trains nothing. Where it raises, everything is in the host's memory as before."""
+        with or_else(self.leave), torch.cuda.stream(self.stream):
+            move(self._all_tensors(), self.stream.device)
+            self._capture_again()
+
+    def _capture_again(self) -> None:
+        """The pieces and their times are those of the first time, unless the capture has come out otherwise."""
+        try:
+            self._cut_graphs(self._cuts)
+            if len(self.pieces) == len(self.piece_times_s):
+                return
+        except CaptureError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise error.__cause__ from None
+        self._cuts = []
+        self.capture()
+
     def run_uncaptured(self) -> None:
         """Makes the whole step, called eagerly, the only piece: for a foreground that graphs cannot hold."""
         self._graphs, self._cut = None, []
         self.pieces = [self._run_eagerly]
         self.piece_times_s = [self.alone_s]
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are replayed: then they take no more memory than they have."""
+        return self._graphs is not None
+
     def _run_eagerly(self) -> None:
+        self._before = self._before or _Before(self.executor)
+        self._before.note()
         self._loss = self.executor.run(self.step, self._example)
+
+    def undo(self) -> bool:
+        """After a step that ran out of memory: puts everything as it was before; False where it cannot.
+
+        A step that has changed parameters, or what the optimizer remembers, cannot be taken back.
+        """
+        if self.is_captured:
+            return False
+        self.executor.update.forget()
+        self.executor.passes.begin_step(())
+        with torch.cuda.stream(self.stream):
+            return self._before is None or self._before.restore()
 
     def begin(self, batches: Sequence[Sequence[Batch]]) -> None:
         """Puts the next step's samples in place, from pinned memory; `pieces` are to follow."""
@@ -137,17 +196,63 @@ class GraphStep:
 
     def state(self) -> list[torch.Tensor]:
         """Everything that training changes, where it is."""
-        model, optimizer = self.executor.part.traced.model, self.executor.update.optimizer
-        tensors = [*model.parameters(), *model.buffers()]
-        if optimizer is not None:
-            slots = (slot for slots in optimizer.state.values() for slot in slots.values())
-            tensors += [slot for slot in slots if isinstance(slot, torch.Tensor)]
-        return [tensor.detach() for tensor in tensors]
+        return [tensor.detach() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        model = self.executor.part.traced.model
+        return [*model.parameters(), *model.buffers(), *_remembered(self.executor)]
+
+    def _all_tensors(self) -> list[torch.Tensor]:
+        """The same, and the samples that a capture begins with."""
+        samples = [[part.values, part.target] for minibatch in self._example for part in minibatch]
+        return self._tensors() + [x for x in pytree.tree_leaves(samples) if isinstance(x, torch.Tensor)]
 
     def _timed(self, pieces: Sequence[Piece]) -> list[float]:
         assert self._graphs is not None
         graphs = self._graphs
         return times_of_pieces(pieces, lambda: graphs.begin(self.step, self._example))
+
+
+class _Before:
+    """What a step that is called eagerly began with, as far as it can be put back.
+
+    Buffers change in the forward, by operators that do not say so, and are copied. Parameters and what the optimizer
+    remembers change at the end; torch counts how often, and whether they have is all that is asked.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._buffers = [buffer.detach() for buffer in executor.part.traced.model.buffers()]
+        self._copies = [buffer.clone() for buffer in self._buffers]
+        self._versions: list[int] = []
+
+    def note(self) -> None:
+        """A step begins."""
+        _copy(self._copies, self._buffers)
+        self._versions = self._counted()
+
+    def restore(self) -> bool:
+        """Puts the buffers back; False where more than they has changed."""
+        if self._counted() != self._versions:
+            return False
+        _copy(self._buffers, self._copies)
+        return True
+
+    def _counted(self) -> list[int]:
+        model = self._executor.part.traced.model
+        return [tensor._version for tensor in (*model.parameters(), *_remembered(self._executor))]
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _remembered(executor: Executor) -> list[torch.Tensor]:
+    """The optimizer's state."""
+    optimizer = executor.update.optimizer
+    slots = (slot for slots in optimizer.state.values() for slot in slots.values()) if optimizer is not None else ()
+    return [slot for slot in slots if isinstance(slot, torch.Tensor)]
 
 
 def times_of_pieces(pieces: Sequence[Piece], begin: Callable[[], None]) -> list[float]:

@@ -14,6 +14,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,24 +62,48 @@ def sorted_nodes(nodes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list
     return order
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """Where a graph was cut."""
+
+    num_nodes: int
+    ends: tuple[int, ...]
+    """After so many nodes, in the order in which they run."""
+
+
 class CutGraph:
     """A captured graph as pieces. Owns what it launches: keep it as long as its pieces are used."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, *, target_s: float, timed: Callable[[Sequence[Piece]], list[float]]
+        self,
+        graph: torch.cuda.CUDAGraph,
+        *,
+        target_s: float,
+        timed: Callable[[Sequence[Piece]], list[float]],
+        cuts: "Cuts | None" = None,
     ) -> None:
-        """Pieces of about `target_s`; `timed` replays some pieces and says how long each took."""
+        """Pieces of about `target_s`; `timed` replays some pieces and says how long each took.
+
+        `cuts` are those of an earlier capture of the same step: nothing is replayed then. Raises CaptureError where
+        this one has another number of nodes.
+        """
         self._graph = graph
         self._executables: list[_Handle] = []
         raw = _Handle(graph.raw_cuda_graph())
         self.pieces: list[Piece] = []
         nodes = _ordered(raw) if math.isfinite(target_s) else []
         ends: list[int] = []
-        if len(nodes) > 1:
+        if cuts is not None:
+            if len(nodes) != cuts.num_nodes:
+                raise CaptureError(f"the step has {len(nodes)} nodes now and had {cuts.num_nodes}")
+            ends = list(cuts.ends)
+        elif len(nodes) > 1:
             bounds = [*range(0, len(nodes), max(len(nodes) // _MOST_PROBES, 1)), len(nodes)]
             times_s = timed(self._made(raw, nodes, bounds))
             self._free()
             ends = [bounds[place + 1] for place in cut_after(times_s, target_s)]
+        self.cuts = Cuts(num_nodes=len(nodes), ends=tuple(ends))
+        """Where it was cut."""
         rest = self._made(raw, nodes, [*ends, len(nodes)]) if ends else []
         for node in nodes[ends[0] :] if ends else ():
             _call("cuGraphDestroyNode", node)

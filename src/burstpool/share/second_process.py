@@ -3,7 +3,8 @@
 Its steps run eagerly and are not cut; the foreground's process gives a permit for each and sees when it has ended.
 Where an MPS server runs, both processes' kernels run side by side on the GPU, else the driver gives the GPU to one
 process after the other, and the controller finds out what that costs. Whatever happens to the process, the foreground's
-has nothing to do with it but a counter in shared memory.
+has nothing to do with it but a counter in shared memory. To leave the GPU it writes a checkpoint and ends; to come back
+another process goes on from that, which takes as long as starting does but holds up nobody.
 """
 
 import contextlib
@@ -11,29 +12,34 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
 
 from burstpool.engine.local import die_with
 from burstpool.errors import BurstpoolError, ShareError
 from burstpool.job import Job
+from burstpool.run.checkpoint import held_tensors, latest_checkpoint, load_checkpoint, save_checkpoint, state_of
 from burstpool.run.even import even_plan
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.run.worker import JobSource
 from burstpool.schedule.lower import lower
+from burstpool.share.evictions import Where
 from burstpool.share.gpu import alone_in_a_group
 
 _WARM_UP_STEPS = 3
 _CALIBRATION_STEPS = 5
 _START_S = 300.0
 """How long the process may take to its first steps."""
+_LEAVE_S = 10.0
+"""How long it may take to write a checkpoint and end before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Posted:
 
     def query(self) -> bool:
         """Whether it has ended; those of a process that is gone have."""
-        return self.process.finished >= self.number or bool(self.process.ended)
+        return self.process.finished >= self.number or bool(self.process.ended) or self.process.where == "away"
 
 
 class SecondProcess:
@@ -56,27 +62,26 @@ class SecondProcess:
         name: str,
         source: JobSource | Job,
         *,
+        checkpoints: Path,
         autocast: Literal["bf16"] | None = None,
         memory_bytes: int | None = None,
         hang_s: float = 60.0,
+        device: Literal["cpu", "cuda"] = "cuda",
     ) -> None:
         """Waits until the process has trained some steps, with the GPU its own, so that its speed alone is known."""
         self.name, self.ended, self.done_s, self.steps_done = name, "", 0.0, 0
+        self.where: Where = "here"
         self.losses: list[list[float]] = []
+        self._source, self._checkpoints, self._autocast = source, checkpoints, autocast
+        self._memory_bytes, self._hang_s, self._device = memory_bytes, hang_s, device
         self._times_s: list[float] = []
-        context = torch.multiprocessing.get_context("spawn")
+        self._context = torch.multiprocessing.get_context("spawn")
         # Without a lock: there is one writer, and it may be killed at any moment.
-        self._permits, self._finished = context.Semaphore(0), context.RawValue("q", 0)
-        self._answers, theirs = context.Pipe(duplex=False)
-        self._given, self._hang_s, self._heard = 0, hang_s, time.monotonic()
-        self._process: Any = context.Process(
-            target=_train,
-            args=(source, self._permits, self._finished, theirs),
-            kwargs={"autocast": autocast, "memory_bytes": memory_bytes, "parent": os.getpid()},
-            daemon=True,
-        )
-        self._process.start()
-        theirs.close()
+        self._finished = self._context.RawValue("q", 0)
+        self._process: Any = None
+        self._given = 0
+        """Steps that were permitted."""
+        self._start()
         for _ in range(_WARM_UP_STEPS + _CALIBRATION_STEPS):
             self._permits.release()
             self._given += 1
@@ -94,7 +99,7 @@ class SecondProcess:
 
     def launch(self, gate: torch.cuda.Event | None) -> Posted | None:
         """See `Filler`; a step begins at once, whatever the gate: its process does not know the other's events."""
-        if self.ended or self._given > self.finished:  # one at a time
+        if self.ended or self.where != "here" or self._given > self.finished:  # one at a time
             return None
         self._given += 1
         self.done_s += self.alone_s
@@ -105,7 +110,7 @@ class SecondProcess:
     def look_after(self) -> None:
         """See `Filler`."""
         self._read()
-        if self.ended:
+        if self.ended or self.where in ("leaving", "away"):
             return
         if not self._process.is_alive():
             code = self._process.exitcode or 0
@@ -113,6 +118,37 @@ class SecondProcess:
             self._end(f"its process {how}")
         elif self._given > self.finished and time.monotonic() - self._heard > self._hang_s:
             self._end(f"a step has taken more than {self._hang_s:g} s")
+
+    def leave(self, *, at_once: bool = False) -> None:
+        """See `Evictable`; a process that does not leave in time is killed, and goes on from an older checkpoint."""
+        if self.where == "here":
+            self.where, self._heard = "leaving", time.monotonic()
+            self._wants_out.value = 1
+            self._permits.release()
+        elif self.where == "returning":
+            self._heard = -math.inf
+        while self.where != "away":
+            over = not self._process.is_alive() or time.monotonic() - self._heard > _LEAVE_S
+            self._read()  # also what it said last
+            if self.ended:
+                return
+            if over:
+                self.close()
+                self.where, self._given = "away", self.finished
+            elif not at_once:
+                return
+            else:
+                time.sleep(1e-3)
+
+    def come_back(self) -> None:
+        """See `Evictable`."""
+        if self.where == "away":
+            self._start()
+            self.where = "returning"
+            return
+        self._read()
+        if not self.ended and time.monotonic() - self._heard > _START_S:
+            self._end(f"it did not come back within {_START_S:g} s")
 
     def finish(self) -> None:
         """See `Filler`."""
@@ -128,6 +164,25 @@ class SecondProcess:
             self._process.kill()
             self._process.join()
             self._process = None
+
+    def _start(self) -> None:
+        """Another process, from the newest checkpoint if there is one."""
+        self._permits, self._wants_out = self._context.Semaphore(0), self._context.RawValue("b", 0)
+        self._answers, theirs = self._context.Pipe(duplex=False)
+        self._given, self._heard = self.finished, time.monotonic()
+        task = _Task(
+            source=self._source,
+            checkpoints=str(self._checkpoints),
+            autocast=self._autocast,
+            memory_bytes=self._memory_bytes,
+            device=self._device,
+            parent=os.getpid(),
+        )
+        self._process = self._context.Process(
+            target=_train, args=(task, self._permits, self._finished, self._wants_out, theirs), daemon=True
+        )
+        self._process.start()
+        theirs.close()
 
     def _calibrated(self) -> float:
         deadline = time.monotonic() + _START_S
@@ -149,6 +204,14 @@ class SecondProcess:
                 if kind == "failed":
                     self._end(rest[0])
                     return
+                if kind == "resumed":
+                    del self.losses[rest[0] :]  # one that was killed goes on from an older checkpoint
+                    self.where = "here" if self.where == "returning" else self.where
+                    continue
+                if kind == "no room":
+                    self.close()
+                    self.where = "away"
+                    return
                 loss, time_s = rest
                 self.losses.append([loss])
                 self._times_s.append(time_s)
@@ -157,57 +220,103 @@ class SecondProcess:
                     self._end("the loss is not finite")
 
     def _end(self, reason: str) -> None:
-        self.ended = reason
+        self.ended, self.where = reason, "away"
         if self._process is not None:
             self._process.kill()
 
 
-def _train(
-    source: JobSource | Job,
-    permits: Any,
-    finished: Any,
-    answers: Connection,
-    *,
-    autocast: Literal["bf16"] | None,
-    memory_bytes: int | None,
-    parent: int,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What the process is told; picklable."""
+
+    source: JobSource | Job
+    checkpoints: str
+    """A folder; gone on from the newest in it."""
+    autocast: Literal["bf16"] | None
+    memory_bytes: int | None
+    """Of the GPU's memory, what it may take."""
+    device: Literal["cpu", "cuda"]
+    parent: int
+
+
+def _train(task: _Task, permits: Any, finished: Any, wants_out: Any, answers: Connection) -> None:
     """What the process runs."""
-    die_with(parent)
+    die_with(task.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when to end
     os.nice(10)
+    ready = False
     try:
-        for loss, time_s in _steps(source, permits, autocast=autocast, memory_bytes=memory_bytes):
-            answers.send(("step", loss, time_s))
-            finished.value += 1
+        with alone_in_a_group() as control:
+            training = _Training(task, control)
+            ready = True
+            answers.send(("resumed", training.step))
+            while training.load_and_wait(permits, wants_out):
+                answers.send(("step", *training.run()))
+                finished.value += 1
+            training.save()
     except BaseException as error:  # whatever the user's code does
-        words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
-        answers.send(("failed", " ".join(words.split())[:300]))
+        if isinstance(error, torch.OutOfMemoryError) and not ready and latest_checkpoint(Path(task.checkpoints)):
+            answers.send(("no room",))  # it has run before, and will again
+        else:
+            words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
+            answers.send(("failed", " ".join(words.split())[:300]))
         raise SystemExit(1) from None
 
 
-def _steps(
-    source: JobSource | Job, permits: Any, *, autocast: Literal["bf16"] | None, memory_bytes: int | None
-) -> Iterator[tuple[float, float]]:
-    job = source.load() if isinstance(source, JobSource) else source
-    device = torch.device("cuda", 0)
-    if memory_bytes is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(memory_bytes / total, 1.0), device)
-    with alone_in_a_group() as control:
+class _Training:
+    """The job in its process."""
+
+    def __init__(self, task: _Task, control: dist.ProcessGroup) -> None:
+        self._folder, self._control = Path(task.checkpoints), control
+        self._job = job = task.source.load() if isinstance(task.source, JobSource) else task.source
+        device = torch.device(task.device, 0)
+        if task.device == "cuda" and task.memory_bytes is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(task.memory_bytes / total, 1.0), device)
         traced = trace_job(job)
         plan = even_plan(traced.graph, num_devices=1, batch=job.batch, name=job.name)
-        options = RunOptions(device="cuda", autocast=autocast, cuda_graphs=False)
+        options = RunOptions(device=task.device, autocast=task.autocast, cuda_graphs=False)
         seat = Seat(device=0, on=device, backend="gloo", control=control, doing=Silent())
-        executor, loader = set_up(job, plan, lower(plan, traced.graph), options, seat, traced=traced)
-        step = 0
-        while True:
-            loaded = loader.load()
-            permits.acquire()
-            begun = time.perf_counter()
-            loss = executor.run(step, loaded)
-            assert loss is not None
-            value = loss.item()  # waits for the step's end: what was permitted is then over
+        schedule = lower(plan, traced.graph)
+        self._executor, self._loader = set_up(job, plan, schedule, options, seat, traced=traced)
+        part = self._executor.part
+        self._tensors = held_tensors(part.traced.model, part.holdings, 0)
+        self.step = 0
+        if (checkpoint := latest_checkpoint(self._folder)) is not None:
+            state = load_checkpoint(checkpoint, tensors=self._tensors, update=self._executor.update, control=control)
+            self.step = state.step
+            self._loader.start_at(state.position)
+        self._position = self._loader.position
+
+    def load_and_wait(self, permits: Any, wants_out: Any) -> bool:
+        """Until the next step is permitted; False if the job is asked to leave instead."""
+        self._position = self._loader.position  # of what is loaded now and may not be used
+        self._loaded = self._loader.load()
+        permits.acquire()
+        return not wants_out.value
+
+    def run(self) -> tuple[float, float]:
+        """One step: its loss, and how long it took."""
+        begun = time.perf_counter()
+        loss = self._executor.run(self.step, self._loaded)
+        assert loss is not None
+        value = loss.item()  # waits for the step's end: what was permitted is then over
+        if self._executor.part.on.type == "cuda":
             torch.cuda.synchronize()
-            yield value, time.perf_counter() - begun
-            step += 1
+        self.step += 1
+        return value, time.perf_counter() - begun
+
+    def save(self) -> None:
+        """A checkpoint, from which another process can go on."""
+        part = self._executor.part
+        state = state_of(
+            model=part.traced.model,
+            holdings=part.holdings,
+            step=self.step,
+            position=self._position,
+            seed=self._job.seed,
+            scale=None,
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        update, control = self._executor.update, self._control
+        save_checkpoint(self._folder, state, tensors=self._tensors, update=update, control=control, keep=1)

@@ -1,0 +1,73 @@
+"""A background job as a second process, on a CPU: it trains on after it has left and come back, or was killed."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from burstpool.run.options import RunOptions
+from burstpool.run.trainer import train
+from burstpool.run.worker import JobSource
+from burstpool.share.second_process import SecondProcess
+
+JOBS = str(Path(__file__).with_name("share_jobs.py"))
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondProcess]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the workers have it: sums come out the same
+    source = JobSource(source=JOBS, settings={})
+    made = SecondProcess("background", source, checkpoints=tmp_path / "checkpoints", device="cpu")
+    yield made
+    made.close()
+
+
+def until(happens: Callable[[], bool], *, doing: Callable[[], object] = lambda: None) -> None:
+    deadline = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < deadline
+        doing()
+        time.sleep(1e-3)
+
+
+def train_on(process: SecondProcess, steps: int) -> None:
+    def launch() -> None:
+        process.look_after()
+        assert not process.ended
+        process.launch(None)
+
+    until(lambda: len(process.losses) >= steps, doing=launch)
+
+
+def test_losses_are_those_of_a_job_that_never_left(process: SecondProcess, tmp_path: Path) -> None:
+    train_on(process, 12)
+    until(lambda: process.finished == process._given)
+    posted = process.launch(None)
+    assert posted is not None
+    process.leave()  # ends its step first
+    until(lambda: process.where == "away", doing=process.leave)
+    assert posted.query()
+    assert process.launch(None) is None
+    left_at = len(process.losses)
+    assert left_at >= 13
+    process.come_back()
+    assert process.where == "returning"
+    until(lambda: process.where == "here", doing=process.come_back)
+    train_on(process, left_at + 5)
+    process.leave(at_once=True)
+    assert process.where == "away"
+    count = len(process.losses)
+    alone = train(JOBS, 1, steps=count, run_folder=tmp_path / "alone", options=RunOptions(checkpoint_every=0))
+    assert [loss for [loss] in process.losses] == [loss.loss for loss in alone.losses]
+
+
+def test_one_that_is_killed_has_ended_and_counts_as_away(process: SecondProcess) -> None:
+    pid = process._process.pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: bool(process.ended), doing=process.look_after)
+    assert "SIGKILL" in process.ended
+    assert process.where == "away"
+    process.leave(at_once=True)  # nothing to wait for

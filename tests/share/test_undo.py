@@ -1,0 +1,97 @@
+"""What a step that ran out of memory has changed is put back, or it is said that it cannot be."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burstpool.job import load_job
+from burstpool.run.even import even_plan
+from burstpool.run.executor import Executor
+from burstpool.run.loading import Loader
+from burstpool.run.options import RunOptions
+from burstpool.run.setup import Seat, set_up, trace_job
+from burstpool.run.torchrun import Silent
+from burstpool.schedule.lower import lower
+from burstpool.share.gpu import alone_in_a_group
+from burstpool.share.graph_steps import _Before
+from burstpool.share.moving import or_else
+
+JOBS = str(Path(__file__).with_name("share_jobs.py"))
+
+
+@pytest.fixture
+def control() -> Iterator[dist.ProcessGroup]:
+    with alone_in_a_group() as group:
+        yield group
+
+
+def at_work(control: dist.ProcessGroup) -> tuple[Executor, Loader]:
+    job = load_job(JOBS)
+    graph = trace_job(job).graph
+    plan = even_plan(graph, num_devices=1, batch=job.batch, name=job.name)
+    seat = Seat(device=0, on=torch.device("cpu"), backend="gloo", control=control, doing=Silent())
+    return set_up(job, plan, lower(plan, graph), RunOptions(), seat)
+
+
+def test_a_step_that_fails_before_its_change_can_be_done_again(control: dist.ProcessGroup) -> None:
+    executor, loader = at_work(control)
+    executor.run(0, loader.load())
+    before, buffers = _Before(executor), dict(executor.part.traced.model.named_buffers())
+    samples = loader.load()
+    before.note()
+    old = {name: buffer.clone() for name, buffer in buffers.items()}
+    apply = executor.update.apply
+
+    def fail(keys: object) -> None:
+        raise torch.OutOfMemoryError("no memory for the change")
+
+    executor.update.apply = fail  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        executor.run(1, samples)
+    executor.update.apply = apply  # type: ignore[method-assign]
+    assert any(not torch.equal(old[name], buffer) for name, buffer in buffers.items())  # batch norm has seen samples
+    executor.update.forget()
+    assert before.restore()
+    assert all(torch.equal(old[name], buffer) for name, buffer in buffers.items())
+    losses = [executor.run(1, samples), executor.run(2, loader.load())]
+    other, again = at_work(control)
+    expected = [other.run(step, again.load()) for step in range(3)]
+    assert losses == expected[1:]
+
+
+def test_a_step_that_has_changed_parameters_is_not_taken_back(control: dist.ProcessGroup) -> None:
+    executor, loader = at_work(control)
+    executor.run(0, loader.load())
+    before = _Before(executor)
+    before.note()
+    executor.run(1, loader.load())
+    assert not before.restore()
+
+
+def test_what_an_exception_holds_on_to_is_let_go_before_anything_is_undone() -> None:
+    class Big:
+        alive = 0
+
+        def __init__(self) -> None:
+            Big.alive += 1
+
+        def __del__(self) -> None:
+            Big.alive -= 1
+
+    def fill() -> None:
+        big = Big()
+        raise torch.OutOfMemoryError(f"no room beside {type(big).__name__}")
+
+    def wrapped() -> None:
+        try:
+            fill()
+        except torch.OutOfMemoryError as error:
+            raise ValueError("could not") from error
+
+    seen: list[int] = []
+    with pytest.raises(ValueError, match="could not"), or_else(lambda: seen.append(Big.alive)):
+        wrapped()
+    assert seen == [0]
