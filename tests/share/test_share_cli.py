@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from test_share_cpu import array_alone
 
 from burstpool.cli.app import run
 from burstpool.cli.share import background, known_gaps, spread
@@ -11,12 +13,32 @@ from burstpool.cluster.spec import ClusterSpec
 from burstpool.job import load_job
 from burstpool.profiling.profile import LayerProfile, Profile
 from burstpool.run.even import even_plan
-from burstpool.run.setup import trace_job
+from burstpool.run.options import RunOptions
+from burstpool.run.setup import Seat, set_up, trace_job
+from burstpool.run.torchrun import Silent
 from burstpool.run.trainer import InterruptedRun
-from burstpool.share.base import ShareOutcome, ShareRequest
+from burstpool.run.worker import Task
+from burstpool.schedule.lower import lower
+from burstpool.share.base import Background, ShareOutcome, ShareRequest
+from burstpool.share.gate import Gate
+from burstpool.share.gpu import alone_in_a_group
 from burstpool.share.interference import InterferenceTable, Pair
+from burstpool.share.keeper import Keeper
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
+
+
+def first_loss() -> float:
+    """Of the job in full precision."""
+    job = load_job(JOBS)
+    graph = trace_job(job).graph
+    plan = even_plan(graph, num_devices=1, batch=job.batch, name=job.name)
+    with alone_in_a_group() as control:
+        seat = Seat(device=0, on=torch.device("cpu"), backend="gloo", control=control, doing=Silent())
+        executor, loader = set_up(job, plan, lower(plan, graph), RunOptions(), seat)
+        loss = executor.run(0, loader.load())
+    assert loss is not None
+    return loss.item()
 
 
 def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +53,8 @@ def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.Captu
         "1.2",
         "--json",
         "--no-lowest-priority",
+        "--autocast",
+        "bf16",
     ]
     assert run([*words, "--run-folder", str(tmp_path / "run")]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -40,8 +64,19 @@ def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.Captu
     [array] = found["backgrounds"]
     assert array["state"] == "ended"
     assert len(array["losses"][0]) == 2
+    # bf16 in both jobs: the first losses differ from the exact ones, by the little that such numbers are rounded.
+    [exact] = array_alone(({"lr": "0.1"}, {"lr": "0.01"}), 1, tmp_path)
+    for mine, theirs in ((found["losses"][0], first_loss()), (array["losses"][0][0], exact[0])):
+        assert mine == pytest.approx(theirs, rel=0.02)
+        assert mine != theirs
     assert run(["report", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_autocast_reaches_a_background_of_one_job(tmp_path: Path) -> None:
+    keeper = Keeper(Background(source=JOBS), Gate.create(tmp_path / "gate"), tmp_path, autocast="bf16")
+    assert isinstance(keeper._prepared, Task)
+    assert keeper._prepared.options.autocast == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +84,7 @@ def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.Captu
     [
         (["share", JOBS], "say what to train beside it"),
         (["share", JOBS, "--with", "zoo:tiny_mlp", "--slowdown", "1"], "slowdown=1.0 must be more than 1"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp", "--autocast", "fp16"], "--autocast fp16 cannot be shared with"),
         (["share", JOBS, "--with", "zoo:tiny_mlp", "--device", "abacus"], "pass --device cpu"),
         (["share", JOBS, "--with", f"{JOBS} width=3", "--steps", "5"], "no hyper-parameter 'width'"),
         (["share", JOBS, "--with", "'zoo:tiny_mlp"], "cannot be read"),

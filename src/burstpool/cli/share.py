@@ -52,6 +52,7 @@ def share(
         list[str] | None, typer.Option("--set", help="A hyper-parameter of the foreground: name=value.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    autocast: Annotated[str | None, typer.Option(help="bf16: matrix products of all jobs in this format.")] = None,
     memory: Annotated[float | None, typer.Option(help="MiB that each background job may allocate.")] = None,
     lowest_priority: Annotated[
         bool, typer.Option(help="On CPU: background jobs run only where nothing else wants to.")
@@ -69,6 +70,8 @@ def share(
 
     if not backgrounds:
         raise ShareError("say what to train beside it: --with job.py, once or more")
+    if autocast not in (None, "bf16"):
+        raise ShareError(f"--autocast {autocast} cannot be shared with; pass bf16, or leave it out")
     budget, implementation = Budget(slowdown=slowdown), find(device)
     given = parse_settings(settings or [])
     job = load_job(foreground, given)
@@ -81,7 +84,7 @@ def share(
         steps=steps,
         backgrounds=tuple(spread(wanted, len(found.devices))),
         budget=budget,
-        options=RunOptions(device="cuda" if device == "cuda" else "cpu"),
+        options=RunOptions(device="cuda" if device == "cuda" else "cpu", autocast="bf16" if autocast else None),
         run_folder=run_folder or new_run_path(job.name, Path("runs")),
         inputs=inputs,
         gaps=known_gaps(found, inputs),

@@ -150,6 +150,12 @@ def refuse_used(folder: Path) -> None:
         raise ShareError(f"{folder} holds a run already; choose another --run-folder")
 
 
+def refuse_fp16(options: "RunOptions") -> None:
+    """Steps whose outcome the host must look at cannot be queued, nor are arrays' losses scaled here."""
+    if options.autocast == "fp16":
+        raise ShareError("with fp16 the host decides after each step what to do; share with bf16 or without autocast")
+
+
 def find(device: str) -> ShareFunction:
     """The implementation for a kind of device."""
     if device not in IMPLEMENTATIONS:

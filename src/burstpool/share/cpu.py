@@ -24,7 +24,7 @@ from burstpool.run.progress import Progress
 from burstpool.run.trainer import train
 from burstpool.schedule.actions import Kind
 from burstpool.share.announce import SHARING, Announcer, Pace, StepLog, slowdowns
-from burstpool.share.base import BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_used
+from burstpool.share.base import BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_fp16, refuse_used
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.gate import Gate
 from burstpool.share.keeper import Keeper
@@ -101,6 +101,7 @@ class SharingEngine:
 def share_on_cpu(request: ShareRequest, *, observer: Callable[[ShareProgress], None] | None = None) -> ShareOutcome:
     """See `ShareFunction`."""
     refuse_used(request.run_folder)
+    refuse_fp16(request.options)
     # What is declared first is cleared away last: keepers write to their gates until their processes are gone.
     with (
         TemporaryDirectory(prefix="burstpool-share-", dir=_shared_memory()) as name,
@@ -171,6 +172,7 @@ def _kept(request: ShareRequest, folder: Path) -> Iterator[list[Keeper]]:
             Gate.create(folder / f"gate-{i}"),
             request.run_folder / "background" / str(i),
             memory_bytes=max(share_bytes, 64 << 20),
+            autocast=request.options.autocast,
         )
         for i, background in enumerate(request.backgrounds)
     ]

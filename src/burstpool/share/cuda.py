@@ -33,6 +33,7 @@ from burstpool.share.base import (
     ShareOutcome,
     ShareProgress,
     ShareRequest,
+    refuse_fp16,
     refuse_used,
 )
 from burstpool.share.evictions import Evictions, Memory, Stay
@@ -89,8 +90,7 @@ def share_on_cuda(request: ShareRequest, *, observer: Callable[[ShareProgress], 
         )
     if not torch.cuda.is_available():
         raise RunError("there is no CUDA device here; pass --device cpu")
-    if request.options.autocast == "fp16":
-        raise ShareError("with fp16 the host decides after each step what to do; share with bf16 or without autocast")
+    refuse_fp16(request.options)
     _, start = prepare(
         request.foreground,
         request.plan,

@@ -40,6 +40,8 @@ class FusedTask:
     checkpoint: str
     """A file; gone on from where it is there."""
     checkpoint_every: int
+    autocast: bool = False
+    """Whether matrix products are taken in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class _Training:
     """An array, its data and how far it has come."""
 
     def __init__(self, array: FusedArray, jobs: Sequence[Job], task: FusedTask) -> None:
-        self.array, self.jobs, self.path = array, jobs, Path(task.checkpoint)
+        self.array, self.jobs, self.path, self.autocast = array, jobs, Path(task.checkpoint), task.autocast
         self.step = 0
         saved = torch.load(self.path, weights_only=True) if self.path.exists() else None
         positions = saved["positions"] if saved else [(0, 0)] * len(jobs)
@@ -100,7 +102,8 @@ class _Training:
         inputs, targets = self._batch()
         optimizer.zero_grad()
         say(_FORWARD)
-        losses = array.losses(inputs, self.jobs[0].loss, targets, per_member=not self.shared)
+        with torch.autocast(array.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            losses = array.losses(inputs, self.jobs[0].loss, targets, per_member=not self.shared)
         say(_BACKWARD)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         say(_STEP)

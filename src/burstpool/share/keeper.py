@@ -94,6 +94,7 @@ class Keeper:
         *,
         memory_bytes: int | None = None,
         hang_s: float = 300.0,
+        autocast: Literal["bf16", "fp16"] | None = None,
     ) -> None:
         self.background, self.gate, self.folder = background, gate, folder
         self.kept = Kept(name=background.name)
@@ -102,7 +103,7 @@ class Keeper:
             memory_bytes=background.memory_bytes or memory_bytes,
             lowest_priority=background.lowest_priority,
         )
-        self._hang_s = hang_s
+        self._hang_s, self._autocast = hang_s, autocast
         self._stopping = False
         self._may_run = threading.Event()
         self._may_run.set()
@@ -244,9 +245,14 @@ class Keeper:
                 steps=background.steps,
                 checkpoint=str(self.folder.resolve() / "array.pt"),
                 checkpoint_every=_CHECKPOINT_EVERY,
+                autocast=self._autocast == "bf16",
             )
         options = RunOptions(
-            checkpoint_every=_CHECKPOINT_EVERY, keep_checkpoints=1, timeout_s=self._hang_s, timeline_steps=0
+            autocast=self._autocast,
+            checkpoint_every=_CHECKPOINT_EVERY,
+            keep_checkpoints=1,
+            timeout_s=self._hang_s,
+            timeline_steps=0,
         )
         return prepare(
             background.source,
