@@ -11,6 +11,9 @@ from report_cases import Page, plan, planned_inputs, profile, run_folder, timeli
 
 from burstpool.cli.app import app, run
 from burstpool.cli.report import gather, report
+from burstpool.report.html import page
+from burstpool.report.timeline import WHOLE_STEP, Event, Timeline
+from burstpool.share.announce import SHARING, StepLog
 
 PIECES = ("plan", "profile", "predicted", "measured", "losses", "error")
 
@@ -79,6 +82,27 @@ def test_what_does_not_belong_together_is_noted(tmp_path: Path) -> None:
     notes = gather(None, timelines=files, plan_file=tmp_path / "plan.json").notes
     assert "3 devices were predicted, 2 were measured." in notes
     assert "The measured timeline is of another plan: this one has no block 'a'." in notes
+
+
+def test_a_shared_gpu_is_drawn_as_whole_steps_and_said_to_be_shared(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", "plan")
+    steps = [
+        Event(device=0, lane="compute", kind=WHOLE_STEP, block="vgg", start_s=at, stop_s=at + 0.9, step=int(at))
+        for at in (0.0, 1.0)
+    ]
+    piece = Event(device=0, lane="background", kind="background", block="mlp", start_s=1.2, stop_s=1.3, step=1)
+    events = (*steps, piece)
+    Timeline(source="measured", num_devices=1, step_time_s=1.0, events=events).save(folder.timeline)
+    StepLog(times_s=[1.0, 1.0, 1.2, 1.2] * 4, alone=[True, True, False, False] * 4).save(folder.path / SHARING)
+    found = gather(folder.path)
+    assert found.notes == (
+        "Measured steps were replayed whole, as one graph: the plan's blocks are not told apart in them.",
+        "Background jobs ran beside it: measured steps took 1.11 times the 1 s that they took without, "
+        "predicted ones are without.",
+    )
+    drawn = page(found)
+    assert "whole step vgg" in drawn
+    assert "background mlp" in drawn
 
 
 def test_the_page_is_opened_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

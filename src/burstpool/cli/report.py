@@ -27,12 +27,13 @@ from burstpool.report.figures import Figures, figures
 from burstpool.report.html import page
 from burstpool.report.perfetto import trace
 from burstpool.report.sweep_page import sweep_page
-from burstpool.report.timeline import Timeline
+from burstpool.report.timeline import WHOLE_STEP, Timeline
 from burstpool.report.words import percent, seconds, signed_percent
 from burstpool.run.folder import RunFolder, RunRecord, read_losses
 from burstpool.run.options import RunOptions
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
+from burstpool.share.announce import SHARING, StepLog, slowdowns
 
 PREDICTED = "predicted.json"
 """The predicted timeline in a run folder, where whoever started the run had one."""
@@ -239,12 +240,26 @@ def _notes(found: _Found, predicted: Timeline | None, measured: Timeline | None)
         notes.append(f"The run failed: {last} ({found.folder.error.name} says where).")
     if predicted is not None and measured is not None and predicted.num_devices != measured.num_devices:
         notes.append(f"{predicted.num_devices} devices were predicted, {measured.num_devices} were measured.")
+    if measured is not None and any(event.kind == WHOLE_STEP for event in measured.events):
+        notes.append("Measured steps were replayed whole, as one graph: the plan's blocks are not told apart in them.")
+    if found.folder is not None and (found.folder.path / SHARING).is_file():
+        notes.append(_shared(StepLog.load(found.folder.path / SHARING)))
     known = {block.name for block in found.plan.blocks} if found.plan else set()
     for timeline in (predicted, measured):
-        names = {event.block for event in timeline.events if event.lane != "background"} if timeline else set()
+        own = (e for e in timeline.events if e.lane != "background" and e.kind != WHOLE_STEP) if timeline else ()
+        names = {event.block for event in own}
         if timeline is not None and known and (strange := sorted(names - known)):
             notes.append(f"The {timeline.source} timeline is of another plan: this one has no block {strange[0]!r}.")
     return notes
+
+
+def _shared(log: StepLog) -> str:
+    """What a run beside background jobs is to be compared with: a prediction is of the step alone."""
+    found = slowdowns(log)
+    if found["alone_step_s"] is None:
+        return "Background jobs were to run beside it; none did while it was measured."
+    words = f"{found['slowdown']:.2f} times the {seconds(found['alone_step_s'])} that they took without"
+    return f"Background jobs ran beside it: measured steps took {words}, predicted ones are without."
 
 
 def _show(found: Figures, contents: Contents, written: Sequence[Path]) -> None:

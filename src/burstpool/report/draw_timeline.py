@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from burstpool.report.charts import time_axis
 from burstpool.report.overlay import MOST_DEVICES, Bar, Overlay, Row, Strip
 from burstpool.report.svg import KINDS, element, label, line, picture, rect
+from burstpool.report.timeline import WHOLE_STEP
 from burstpool.report.words import percent, runs, seconds
 
 WIDTH = 1120.0
@@ -78,6 +79,8 @@ def timeline_picture(overlay: Overlay, *, caption: str = "", legend: bool = Fals
 def kinds_legend(overlay: Overlay) -> list[tuple[str, str]]:
     """(class, name) of each colour that is used, in one order always."""
     found = [(kind, kind) for kind in KINDS if kind in overlay.kinds]
+    if WHOLE_STEP in overlay.kinds:
+        found.append(("other", WHOLE_STEP))
     if any(strip.lane == "background" for strip in overlay.rows[0].strips):
         found.append(("background", "background job"))
     return found

@@ -7,6 +7,7 @@ spans, in both:
     step                  compute        while it changes parameters; not while it waits for the reduction
     send, receive         communication  from the first byte on the link until the receiver has the last
     reduce                communication  from when all members have started it until it has ended
+    whole step            compute        all of a step that a GPU replays as one graph; its block is the job
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from burstpool.artifact import STRICT, Artifact
 from burstpool.errors import ArtifactError
 
 Lane = Literal["compute", "communication", "background"]
+WHOLE_STEP = "whole step"
+"""The kind of an event that is a step in one piece; it has no block of a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

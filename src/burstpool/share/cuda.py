@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from burstpool.errors import BurstpoolError, CaptureError, RunError, ShareError
-from burstpool.report.timeline import Event, Timeline
+from burstpool.report.timeline import WHOLE_STEP, Event, Timeline
 from burstpool.run.checkpoint import held_tensors, save_checkpoint, state_of
 from burstpool.run.export import export_weights
 from burstpool.run.folder import RunFolder, StepLoss
@@ -398,7 +398,7 @@ def _timeline(gpu: SharedGpu, steps: int) -> Timeline | None:
             Event(
                 device=0,
                 lane="compute",
-                kind="step",
+                kind=WHOLE_STEP,
                 block=gpu.foreground.name,
                 start_s=float(first.elapsed_time(span.begin)) / 1e3,
                 stop_s=float(first.elapsed_time(span.end)) / 1e3,
