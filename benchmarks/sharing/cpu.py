@@ -33,9 +33,10 @@ from burstpool.run.trainer import train
 from burstpool.share.announce import p95
 from burstpool.share.base import Background, ShareRequest
 from burstpool.share.budget import Budget, Gap
-from burstpool.share.cpu import SharingEngine, share_on_cpu
+from burstpool.share.cpu import share_on_cpu
 from burstpool.share.gate import Gate
 from burstpool.share.keeper import Keeper
+from burstpool.share.workers import SharingEngine
 
 OPTIONS = RunOptions(timeline_steps=0, checkpoint_every=0)
 WARM_UP = 10

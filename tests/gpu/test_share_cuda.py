@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 
 from burstpool.data import digits
+from burstpool.engine.base import Place
 from burstpool.errors import CaptureError, ShareError
 from burstpool.job import Job, load_job
 from burstpool.run.even import even_plan
 from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
+from burstpool.run.torchrun import Silent
+from burstpool.run.trainer import train
 from burstpool.run.worker import JobSource
 from burstpool.share.array_steps import ArrayStep
 from burstpool.share.base import Background, ShareOutcome, ShareRequest
@@ -30,8 +33,11 @@ from burstpool.share.budget import Budget
 from burstpool.share.cuda import share_on_cuda
 from burstpool.share.evictions import Evictions, Memory, Stay
 from burstpool.share.feeding import Feeder
+from burstpool.share.fused import FusedReport, FusedTask, fused_work
+from burstpool.share.gate import Gate
 from burstpool.share.gpu import BackgroundWork, Idle, JobAtWork, SharedGpu, alone_in_a_group, memory_cap, streams
 from burstpool.share.graph_steps import GraphStep
+from burstpool.share.keeper import Keeper, sliced_plan
 from burstpool.share.moving import give_back
 from burstpool.share.second_process import SecondProcess
 
@@ -428,3 +434,107 @@ def test_a_run_counts_evictions_and_its_losses_are_those_of_a_run_without(
 
 
 ARRAY = ({"lr": "0.1"}, {"lr": "0.01"})
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "captured"])
+def test_workers_of_a_plan_share_their_gpus_with_backgrounds_of_their_own(cuda_graphs: bool, tmp_path: Path) -> None:
+    """Two workers on one GPU, over gloo; matrix products only, so that runs can be compared to the bit."""
+    job = load_job("zoo:tiny_mlp")
+    plan = even_plan(trace_job(job).graph, num_devices=2, batch=job.batch, name=job.name)
+    options = RunOptions(device="cuda", cuda_graphs=cuda_graphs, timeout_s=120, timeline_steps=10)
+    found = share_on_cuda(
+        ShareRequest(
+            foreground="zoo:tiny_mlp",
+            settings={},
+            plan=plan,
+            steps=400,
+            backgrounds=(
+                Background(source="zoo:tiny_mlp", settings=({"lr": "0.03"},), lowest_priority=False),
+                Background(source="zoo:tiny_mlp", settings=ARRAY, lowest_priority=False),
+            ),
+            budget=Budget(slowdown=2.0),
+            options=options,
+            run_folder=tmp_path / "shared",
+        )
+    )
+    say([(b.device, b.state, b.reason, b.restarts, b.steps, b.kept) for b in found.backgrounds])
+    say((found.slowdown, found.slowdown_p95, found.alone_p95, found.step_time_s))
+    assert [background.state for background in found.backgrounds] == ["ended", "ended"]
+    assert [background.device for background in found.backgrounds] == [0, 1]
+    assert all(background.steps > 0 for background in found.backgrounds)
+    assert found.slowdown < 2.5
+    alone = train("zoo:tiny_mlp", plan, steps=400, run_folder=tmp_path / "alone", options=options)
+    assert list(found.losses) == [loss.loss for loss in alone.losses]
+    single, array = found.backgrounds
+    count = min(len(single.losses), 40)
+    own_job = load_job("zoo:tiny_mlp", {"lr": "0.03"})
+    own = train(
+        "zoo:tiny_mlp",
+        sliced_plan(trace_job(own_job).graph, batch=own_job.batch, name="own"),
+        steps=count,
+        settings={"lr": "0.03"},
+        run_folder=tmp_path / "own",
+        options=RunOptions(device="cuda", cuda_graphs=False),
+    )
+    assert count > 10
+    assert single.losses[:count] == [loss.loss for loss in own.losses]
+    members = array_alone("zoo:tiny_mlp", ARRAY, min(len(array.losses), 40), tmp_path)
+    assert len(members) > 10
+    assert array.losses[: len(members)] == members
+
+
+def array_alone(source: str, settings: tuple[dict[str, str], ...], steps: int, folder: Path) -> list[list[float]]:
+    """The array by itself, in this process."""
+    found: list[FusedReport] = []
+    place = Place(
+        rank=0, num_workers=1, host="", port=0, local_rank=0, num_local=1,
+        doing=Silent(), report=found.append, stop_asked=lambda: False,
+    )  # fmt: skip
+    checkpoint = str(folder / "array.pt")
+    task = FusedTask(
+        source=source, settings=settings, steps=steps, checkpoint=checkpoint, checkpoint_every=1000, device="cuda"
+    )
+    fused_work(place, task)
+    return [list(report.losses) for report in found]
+
+
+def test_a_gated_background_that_was_evicted_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    for number, settings in enumerate((({"lr": "0.03"},), ARRAY)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        gate = Gate.create(folder / "gate")
+        keeper = Keeper(
+            Background(source="zoo:tiny_mlp", settings=settings, lowest_priority=False), gate, folder / "run", gpu=0
+        )
+        keeper.start()
+        try:
+            for until in (30, 60):
+                deadline = time.monotonic() + 120
+                while gate.done().steps < until:
+                    assert time.monotonic() < deadline, keeper.kept
+                    assert keeper.kept.state in ("starting", "running"), keeper.kept
+                    time.sleep(0.01)
+                if until == 30:
+                    assert keeper.evict("asked to")
+                    while keeper.is_here:
+                        time.sleep(0.01)
+                    keeper.readmit()
+                    while not keeper.is_here:
+                        time.sleep(0.01)
+        finally:
+            keeper.stop()
+        say((keeper.kept.state, keeper.kept.reason, keeper.kept.evictions, len(keeper.kept.losses)))
+        assert keeper.kept.evictions == 1
+        if len(settings) > 1:
+            assert keeper.kept.losses[:50] == array_alone("zoo:tiny_mlp", settings, 50, folder)
+        else:
+            job = load_job("zoo:tiny_mlp", dict(settings[0]))
+            own = train(
+                "zoo:tiny_mlp",
+                sliced_plan(trace_job(job).graph, batch=job.batch, name="own"),
+                steps=50,
+                settings=dict(settings[0]),
+                run_folder=folder / "own",
+                options=RunOptions(device="cuda", cuda_graphs=False),
+            )
+            assert keeper.kept.losses[:50] == [loss.loss for loss in own.losses]

@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from burstpool.run.even import even_plan
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import InterruptedRun, train
-from burstpool.share.announce import StepLog, p95, slowdowns
+from burstpool.share.announce import Announcer, Pace, StepLog, p95, slowdowns
 from burstpool.share.base import Background, ShareOutcome, ShareRequest, find, refuse_used
 from burstpool.share.budget import Allowance, Budget, Moment
 from burstpool.share.cpu import share_on_cpu
@@ -29,6 +30,7 @@ from burstpool.share.gated import GatedDoing
 from burstpool.share.keeper import Keeper, sliced_plan
 from burstpool.share.measure_interference import LAYERS, _rates, _run, count_in_window, measure_on_cpu
 from burstpool.share.memory import MemoryWatch
+from burstpool.share.on_device import WhenReached
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 OPTIONS = RunOptions(timeout_s=60, timeline_steps=10)
@@ -203,7 +205,7 @@ class _Job:
 def test_memory_that_runs_short_evicts_one_after_another_and_lets_them_come_back() -> None:
     free, (first, last, ended) = [50 << 20], (_Job(), _Job(), _Job())
     ended.is_here = False
-    watch = MemoryWatch([first, last, ended], reserve=100 << 20, available=lambda: free[0])
+    watch = MemoryWatch([first, last, ended], memory=lambda: (free[0], 100 << 20))
     watch.look()
     watch.look()  # the last is still leaving
     assert not first.calls
@@ -215,10 +217,73 @@ def test_memory_that_runs_short_evicts_one_after_another_and_lets_them_come_back
     first.is_here = False
     free[0] = 150 << 20  # not yet: coming back would take it below again
     watch.look()
+    assert first.calls[-1] != "readmit"
     free[0] = 300 << 20
     watch.look()
     watch.look()
     assert first.calls[-1] == last.calls[-1] == "readmit"
+
+
+def test_a_job_comes_back_only_when_what_its_leaving_freed_is_there_again() -> None:
+    free, job = [50], _Job()
+    watch = MemoryWatch([job], memory=lambda: (free[0], 100))
+    watch.look()
+    job.is_here, free[0] = False, 550  # it held 500
+    watch.look()
+    assert len(job.calls) == 1
+    free[0] = 601
+    watch.look()
+    assert job.calls[-1] == "readmit"
+
+
+def test_what_is_said_of_a_device_is_passed_on_in_order_when_it_gets_there() -> None:
+    reached, seen = threading.Semaphore(0), []
+
+    class Mark:
+        def synchronize(self) -> None:
+            reached.acquire()
+
+    when = WhenReached(Mark)
+    for number in range(5):
+        when(partial(seen.append, number))
+    time.sleep(0.01)
+    assert not seen
+    reached.release(2)
+    wait_for(lambda: seen == [0, 1])
+    reached.release(3)
+    when.finish()
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_worker_that_is_ahead_of_its_device_announces_what_the_device_does(tmp_path: Path) -> None:
+    gate, later = Gate.create(tmp_path / "gate"), []
+    pace = Pace(Budget(), (), [[gate]])
+    announcer = Announcer(
+        _Silent(), [gate], pace=pace, reduces=False, when=later.append, memory=lambda: (3 << 30, 8 << 30)
+    )
+    for step in range(3):
+        announcer.begin_step(step)
+        for words in ("forward a", "receive x", "backward a"):
+            announcer.say(phrase(words))
+    assert (gate.moment, pace.log.times_s, gate.told_memory()) == (Moment.IDLE, [], None)
+    seen = []
+    for action in later:
+        action()
+        seen.append(gate.moment.value)
+    assert seen[1:5] == ["computing", "waiting", "computing", "computing"]
+    assert len(pace.log.times_s) == 2
+    assert gate.told_memory() == (3 << 30, 8 << 30)
+
+
+def test_work_that_a_gpu_does_is_counted_by_the_wall_and_when_it_is_done(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path / "gate")
+    gate.count_by_wall()
+    doing = GatedDoing(_Silent(), Gate(tmp_path / "gate"), wait=lambda: time.sleep(0.03))  # what the device still does
+    doing.begin_step(0)
+    gate.announce(Moment.COMPUTING)
+    for words in ("forward a", "forward b", "forward c"):
+        doing.say(phrase(words))
+    assert 0.06 < gate.done().overlapped_s < 0.5
 
 
 class _Attempts(Keeper):

@@ -1,17 +1,19 @@
-"""The foreground's side on a CPU: says at every action what is being done, and holds the budget step by step.
+"""The foreground's side of a gate: says at every action what is being done, and holds the budget step by step.
 
 Wraps the `Doing` of a worker, which hears of every action anyway; nothing else of a run is changed. Every worker
 announces its own moments; the first that has work also keeps the controller for all, since a step is theirs together:
-it sees the step's time and the background's work on all devices, and allows all of them the same. `StepLog` keeps what
-each step was, for the outcome.
+it sees the step's time and the background's work on all devices, and allows all of them the same. A worker that drives
+a GPU is ahead of it: its moments are announced when the device gets there (`on_device.py`). `StepLog` keeps what each
+step was, for the outcome.
 """
 
 import json
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ _COMPUTING, _WAITING, _REDUCING, _IDLE = (
 )
 _FOR_VIEW = 30
 """Steps that a live view's figures cover."""
+_TELL_S = 0.25
+"""Between two times that free memory is told."""
 _WRITING = b"writing a checkpoint"
 
 
@@ -122,8 +126,22 @@ class Pace:
 class Announcer:
     """A worker's `Doing` that tells the gates too."""
 
-    def __init__(self, inner: Doing, gates: Sequence[Gate], *, pace: Pace | None, reduces: bool) -> None:
+    def __init__(
+        self,
+        inner: Doing,
+        gates: Sequence[Gate],
+        *,
+        pace: Pace | None,
+        reduces: bool,
+        when: Callable[[Callable[[], None]], None] | None = None,
+        memory: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        """`when` does things when the device gets to them; None for a device that is never behind.
+
+        `memory` tells how much of the device's is free and how much there is, for gates whose backgrounds share it.
+        """
         self._inner, self._gates, self._pace = inner, gates, pace
+        self._when, self._memory, self._told_s = when or _at_once, memory, 0.0
         self._step = -1
         self._moment = _IDLE
         step = _REDUCING if reduces else _COMPUTING  # with others, a `step` waits for the gradients' sums first
@@ -135,8 +153,16 @@ class Announcer:
         if step == self._step:
             return
         self._step = step
+        self._when(partial(self._begin, step))
+
+    def _begin(self, step: int) -> None:
         if self._pace is not None:
             self._pace.begin(step)
+        if self._memory is not None and time.monotonic() - self._told_s > _TELL_S:
+            self._told_s = time.monotonic()
+            free_bytes, total_bytes = self._memory()
+            for gate in self._gates:
+                gate.tell_memory(free_bytes=free_bytes, total_bytes=total_bytes)
 
     def say(self, phrase: bytes) -> None:
         """See `Doing`."""
@@ -145,9 +171,12 @@ class Announcer:
         if moment == self._moment:
             return
         self._moment = moment
+        self._when(partial(self._announce, moment, ends=moment == _IDLE and phrase.startswith(_WRITING)))
+
+    def _announce(self, moment: int, *, ends: bool) -> None:
         for gate in self._gates:
             gate.announce_number(moment)
-        if moment == _IDLE and self._pace is not None and phrase.startswith(_WRITING):
+        if ends and self._pace is not None:
             self._pace.end(time.time())  # a checkpoint is no part of a step
 
     def end(self) -> None:
@@ -156,6 +185,10 @@ class Announcer:
             self._pace.end(time.time())
         for gate in self._gates:
             gate.open()
+
+
+def _at_once(action: Callable[[], None]) -> None:
+    action()
 
 
 def p95(values: Sequence[float]) -> float:

@@ -2,7 +2,8 @@
 
 The foreground's step is captured as CUDA graphs on a stream of high priority; background jobs are cut into short graphs
 on one of low priority (`gpu.py`), or run as a process of their own where they cannot be captured. The process that
-calls this drives the GPU. Plans of several devices are refused: each GPU would need such a process beside its worker.
+calls this drives the GPU. Under a plan of several devices each has a worker, and its background a process, as on CPUs
+(`workers.py`): a process that drives a GPU for two jobs would have to be a worker of the plan too.
 """
 
 import contextlib
@@ -51,6 +52,7 @@ from burstpool.share.graph_steps import GraphStep
 from burstpool.share.moving import give_back
 from burstpool.share.room import RESERVE
 from burstpool.share.second_process import SecondProcess
+from burstpool.share.workers import share_among_workers
 
 _LOG = logging.getLogger(__name__)
 PIECE_S = 3e-4
@@ -82,15 +84,15 @@ class _Beside:
 def share_on_cuda(request: ShareRequest, *, observer: Callable[[ShareProgress], None] | None = None) -> ShareOutcome:
     """See `ShareFunction`."""
     refuse_used(request.run_folder)
-    if request.plan.num_devices != 1:
-        raise ShareError("a GPU is shared under a plan of one device; pass --devices 1")
+    refuse_fp16(request.options)
+    if not torch.cuda.is_available():
+        raise RunError("there is no CUDA device here; pass --device cpu")
+    if request.plan.num_devices > 1:
+        return share_among_workers(request, observer=observer)
     if request.plan.num_minibatches != 1:
         raise ShareError(
             "a GPU is shared under a plan of one minibatch a step; plan with more devices or fewer samples"
         )
-    if not torch.cuda.is_available():
-        raise RunError("there is no CUDA device here; pass --device cpu")
-    refuse_fp16(request.options)
     _, start = prepare(
         request.foreground,
         request.plan,

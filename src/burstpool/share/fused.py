@@ -10,14 +10,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from burstpool.engine.base import Place, phrase
 from burstpool.errors import RunError
 from burstpool.fusion.array import FusedArray
+from burstpool.fusion.jobs import attach
 from burstpool.job import Job, load_job
 from burstpool.run.order import DataOrder, Position
 
@@ -42,6 +44,8 @@ class FusedTask:
     checkpoint_every: int
     autocast: bool = False
     """Whether matrix products are taken in bf16."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """On CUDA, the GPU of the worker's place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,12 @@ def fused_work(place: Place, task: FusedTask) -> int:
     place.doing.say(phrase("fusing the array"))
     jobs = [load_job(task.source, settings) for settings in task.settings]
     torch.manual_seed(jobs[0].seed)
-    array = FusedArray.from_job(task.source, list(task.settings))
+    if task.device == "cuda":
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        array = _array_on(jobs, device)
+    else:
+        array = FusedArray.from_job(task.source, list(task.settings))
     training = _Training(array, jobs, task)
     while training.step < task.steps and not place.stop_asked():
         place.doing.begin_step(training.step)
@@ -73,13 +82,26 @@ def fused_work(place: Place, task: FusedTask) -> int:
     return training.step
 
 
+def _array_on(jobs: Sequence[Job], device: torch.device) -> FusedArray:
+    """The array on a GPU."""
+    example, _ = jobs[0].samples(jobs[0].batch)
+    models = [job.build_model().to(device) for job in jobs]
+    array = FusedArray(models, _moved(example, device), seeds=[job.seed for job in jobs])
+    attach(array, jobs)
+    return array
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tree)
+
+
 class _Training:
     """An array, its data and how far it has come."""
 
     def __init__(self, array: FusedArray, jobs: Sequence[Job], task: FusedTask) -> None:
         self.array, self.jobs, self.path, self.autocast = array, jobs, Path(task.checkpoint), task.autocast
         self.step = 0
-        saved = torch.load(self.path, weights_only=True) if self.path.exists() else None
+        saved = torch.load(self.path, weights_only=True, map_location="cpu") if self.path.exists() else None
         positions = saved["positions"] if saved else [(0, 0)] * len(jobs)
         self.orders = [
             DataOrder(
@@ -100,6 +122,8 @@ class _Training:
         say, array, optimizer = place.doing.say, self.array, self.array.optimizers[0]
         say(_LOADING)
         inputs, targets = self._batch()
+        if array.device.type != "cpu":
+            inputs, targets = _moved((inputs, targets), array.device)
         optimizer.zero_grad()
         say(_FORWARD)
         with torch.autocast(array.device.type, dtype=torch.bfloat16, enabled=self.autocast):

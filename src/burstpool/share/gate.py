@@ -24,8 +24,9 @@ _KEPT_SLICES = 4096
 _FREE = Allowance(alone=False, overlapped_s=math.inf, gaps_s=(), waiting_s=math.inf, reducing_s=math.inf)
 
 _MOMENT, _STEP, _OVERLAP, _WAITING, _REDUCING, _IDLE, _LEAVE, _ALONE_S, _RECENT_S = range(9)  # by the foreground's side
+_FREE_BYTES, _TOTAL_BYTES = range(9, 11)
 _OVERLAPPED_S, _IN_GAPS_S, _OUTSIDE_S, _STEPS, _NUM_SLICES = range(16, 21)  # by the background
-_BUSY_SINCE, _BUSY_MOMENT, _BUSY_CPU_S, _BUSY_PID, _WAITS = range(21, 26)
+_BUSY_SINCE, _BUSY_MOMENT, _BUSY_CPU_S, _BUSY_PID, _WAITS, _BY_WALL = range(21, 27)
 _FIRST_SLICE = 32
 _NUMBERS = _FIRST_SLICE + 2 * _KEPT_SLICES
 
@@ -134,6 +135,15 @@ class Gate:
         """What `tell` said; zeros before."""
         return self._numbers[_ALONE_S], self._numbers[_RECENT_S]
 
+    def tell_memory(self, *, free_bytes: int, total_bytes: int) -> None:
+        """How much of the device's memory is free: for whoever makes room."""
+        self._numbers[_TOTAL_BYTES], self._numbers[_FREE_BYTES] = total_bytes, free_bytes
+
+    def told_memory(self) -> tuple[int, int] | None:
+        """(free, total) as `tell_memory` said; None before."""
+        total = int(self._numbers[_TOTAL_BYTES])
+        return (int(self._numbers[_FREE_BYTES]), total) if total else None
+
     @property
     def moment(self) -> Moment:
         """What the foreground is doing."""
@@ -151,6 +161,10 @@ class Gate:
         place = {Moment.COMPUTING: _OVERLAP, Moment.WAITING: _WAITING, Moment.REDUCING: _REDUCING, Moment.IDLE: _IDLE}
         return self._numbers[place[moment]]
 
+    def count_by_wall(self) -> None:
+        """The background's work is counted by the clock on the wall: a GPU does it, and no CPU time says how much."""
+        self._numbers[_BY_WALL] = 1.0
+
     def begin_slice(self, moment: Moment) -> None:
         """The background starts a slice."""
         numbers = self._numbers
@@ -160,7 +174,8 @@ class Gate:
     def end_slice(self) -> float:
         """It has ended; returns how much work it was."""
         numbers, number = self._numbers, int(self._numbers[_NUM_SLICES])
-        work_s = time.process_time() - numbers[_BUSY_CPU_S]
+        by_wall = bool(numbers[_BY_WALL])
+        work_s = time.time() - numbers[_BUSY_SINCE] if by_wall else time.process_time() - numbers[_BUSY_CPU_S]
         moment = MOMENTS[int(numbers[_BUSY_MOMENT])]
         place = _FIRST_SLICE + 2 * (number % _KEPT_SLICES)
         numbers[place], numbers[place + 1] = numbers[_BUSY_SINCE], time.time()
@@ -181,8 +196,9 @@ class Gate:
         """What the background has done; a slice under way counts as far as it has come."""
         numbers = self._numbers
         work = [numbers[_OVERLAPPED_S], numbers[_IN_GAPS_S], numbers[_OUTSIDE_S]]
-        if numbers[_BUSY_SINCE]:
-            so_far_s = _cpu_time_s(int(numbers[_BUSY_PID])) - numbers[_BUSY_CPU_S]
+        if since_s := numbers[_BUSY_SINCE]:
+            by_wall = bool(numbers[_BY_WALL])
+            so_far_s = time.time() - since_s if by_wall else _cpu_time_s(int(numbers[_BUSY_PID])) - numbers[_BUSY_CPU_S]
             work[_column(MOMENTS[int(numbers[_BUSY_MOMENT])]) - _OVERLAPPED_S] += max(so_far_s, 0.0)
         return Done(overlapped_s=work[0], in_gaps_s=work[1], outside_s=work[2], steps=int(numbers[_STEPS]))
 

@@ -1,8 +1,9 @@
-"""The background's side on a CPU: a process of the lowest priority that asks at the gate before every slice.
+"""The background's side of a gate: a process of the lowest priority that asks before every slice of its work.
 
 A slice is what lies between two actions of its schedule: the forward or backward of a block of layers, or the change
 of some parameters; of a fused array its forward, backward and change. Slicing changes no kernel, so that a job trains
-as it would alone. Its memory is capped, and it is what the kernel ends first when memory runs out.
+as it would alone. Its memory is capped, and it is what the kernel ends first when memory runs out. On a GPU a slice is
+over when the device has done it, and the cap is on the GPU's memory.
 """
 
 import contextlib
@@ -31,26 +32,46 @@ class GatedTask:
     task: Any
     gate: str
     memory_bytes: int | None
-    """What it may allocate beyond what starting up took; None for no limit."""
+    """What it may allocate beyond what starting up took; None for no limit, or on a GPU for its share."""
     lowest_priority: bool
+    gpu: int | None = None
+    """The device of the plan whose GPU it works on; None on a CPU."""
+    gpu_share: float = 1.0
+    """Of what the GPU has free when it starts, what it may take."""
 
 
 def gated_work(place: Place, task: GatedTask) -> Any:
     """What a background process runs."""
     if task.lowest_priority:
         take_lowest_priority()
-    if task.memory_bytes is not None:
-        cap_memory(task.memory_bytes)
     gate = Gate(task.gate)
     gate.forget_slice()
+    if task.gpu is not None:
+        return _on_gpu(place, task, gate)
+    if task.memory_bytes is not None:
+        cap_memory(task.memory_bytes)
     return task.work(replace(place, doing=GatedDoing(place.doing, gate)), task.task)
+
+
+def _on_gpu(place: Place, task: GatedTask, gate: Gate) -> Any:
+    import torch
+
+    assert task.gpu is not None
+    device = task.gpu % max(torch.cuda.device_count(), 1)
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = min(int(task.gpu_share * free), task.memory_bytes or total)
+    torch.cuda.set_per_process_memory_fraction(min(allowed / total, 1.0), device)
+    gate.count_by_wall()
+    doing = GatedDoing(place.doing, gate, wait=torch.cuda.synchronize)
+    return task.work(replace(place, doing=doing, local_rank=device), task.task)
 
 
 class GatedDoing:
     """A worker's `Doing` that waits before each action until the foreground lets it start."""
 
-    def __init__(self, inner: Doing, gate: Gate) -> None:
-        self._inner, self._gate = inner, gate
+    def __init__(self, inner: Doing, gate: Gate, *, wait: Callable[[], None] = lambda: None) -> None:
+        """`wait` returns when the device has done what it was given."""
+        self._inner, self._gate, self._wait_for_device = inner, gate, wait
         self._moment: Moment | None = None
         self._foreground_step = -1.0
         self._credit = {moment: Credit() for moment in Moment}
@@ -76,6 +97,7 @@ class GatedDoing:
     def _end_slice(self) -> None:
         if self._moment is None:
             return
+        self._wait_for_device()
         work_s = self._gate.end_slice()
         self._slice_s = work_s if not self._slice_s else self._slice_s + 0.1 * (work_s - self._slice_s)
         self._credit[self._moment].spend(work_s)

@@ -50,8 +50,11 @@ State = Literal["starting", "running", "evicted", "ended", "failed"]
 class GatedEngine:
     """The local engine with the worker behind a gate."""
 
-    def __init__(self, gate: Gate, *, memory_bytes: int | None, lowest_priority: bool) -> None:
+    def __init__(
+        self, gate: Gate, *, memory_bytes: int | None, lowest_priority: bool, gpu: int | None, gpu_share: float
+    ) -> None:
         self._gate, self._memory_bytes, self._lowest_priority = gate, memory_bytes, lowest_priority
+        self._gpu, self._gpu_share = gpu, gpu_share
         self.workers: LocalWorkers | None = None
 
     def start(
@@ -64,6 +67,8 @@ class GatedEngine:
             gate=str(self._gate.path),
             memory_bytes=self._memory_bytes,
             lowest_priority=self._lowest_priority,
+            gpu=self._gpu,
+            gpu_share=self._gpu_share,
         )
         self.workers = LocalEngine().start(gated_work, gated, num_workers=num_workers, silence_s=silence_s)
         return self.workers
@@ -95,15 +100,21 @@ class Keeper:
         memory_bytes: int | None = None,
         hang_s: float = 300.0,
         autocast: Literal["bf16", "fp16"] | None = None,
+        gpu: int | None = None,
+        gpu_share: float = 0.5,
     ) -> None:
+        """`gpu` is the device of the plan whose GPU it works on, None for a CPU; `gpu_share` as in `GatedTask`."""
         self.background, self.gate, self.folder = background, gate, folder
         self.kept = Kept(name=background.name)
         self._engine = GatedEngine(
             gate,
             memory_bytes=background.memory_bytes or memory_bytes,
             lowest_priority=background.lowest_priority,
+            gpu=gpu,
+            gpu_share=gpu_share,
         )
         self._hang_s, self._autocast = hang_s, autocast
+        self._device: Literal["cpu", "cuda"] = "cpu" if gpu is None else "cuda"
         self._stopping = False
         self._may_run = threading.Event()
         self._may_run.set()
@@ -246,8 +257,11 @@ class Keeper:
                 checkpoint=str(self.folder.resolve() / "array.pt"),
                 checkpoint_every=_CHECKPOINT_EVERY,
                 autocast=self._autocast == "bf16",
+                device=self._device,
             )
         options = RunOptions(
+            device=self._device,
+            cuda_graphs=False,  # a graph of the whole step could not be held up between slices
             autocast=self._autocast,
             checkpoint_every=_CHECKPOINT_EVERY,
             keep_checkpoints=1,
