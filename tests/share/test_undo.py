@@ -17,7 +17,7 @@ from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
 from burstpool.share.gpu import alone_in_a_group
 from burstpool.share.graph_steps import _Before
-from burstpool.share.moving import or_else
+from burstpool.share.moving import or_else, ran_out
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 
@@ -91,6 +91,11 @@ def test_what_an_exception_holds_on_to_is_let_go_before_anything_is_undone() -> 
         except torch.OutOfMemoryError as error:
             raise ValueError("could not") from error
 
+    with pytest.raises(ValueError, match="could not") as found:
+        wrapped()
+    assert ran_out(found.value)
+    assert not ran_out(ValueError("could not"))
+    del found
     seen: list[int] = []
     with pytest.raises(ValueError, match="could not"), or_else(lambda: seen.append(Big.alive)):
         wrapped()

@@ -22,7 +22,7 @@ from burstpool.model.recording import recording
 from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.loading import Batch
 from burstpool.share.graph_steps import kept, times_of_pieces, times_of_steps
-from burstpool.share.moving import give_back, move, or_else
+from burstpool.share.moving import give_back, move, or_else, ran_out
 from burstpool.share.pieces import CutGraph, Cuts, Piece
 
 
@@ -116,8 +116,8 @@ class ArrayStep:
             if len(self.pieces) == len(self.piece_times_s):
                 return
         except CaptureError as error:
-            if isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise error.__cause__ from None
+            if ran_out(error):
+                raise torch.OutOfMemoryError(str(error)) from None
         self._cuts = None
         self._capture()
 

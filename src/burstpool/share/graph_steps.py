@@ -26,7 +26,7 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
-from burstpool.share.moving import give_back, move, or_else
+from burstpool.share.moving import give_back, move, or_else, ran_out
 from burstpool.share.pieces import CutGraph, Cuts, Piece
 
 _REPEATS = 6
@@ -140,8 +140,8 @@ class GraphStep:
             if len(self.pieces) == len(self.piece_times_s):
                 return
         except CaptureError as error:
-            if isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise error.__cause__ from None
+            if ran_out(error):
+                raise torch.OutOfMemoryError(str(error)) from None
         self._cuts = []
         self.capture()
 

@@ -41,3 +41,12 @@ def or_else(undo: Callable[[], None]) -> Iterator[None]:
     if failed is not None:
         undo()
         raise failed
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether an exception, or what led to it, was that memory ran out: a capture that fails so says something else."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
