@@ -283,7 +283,12 @@ def test_a_foreground_that_runs_out_of_memory_gets_that_of_the_largest_backgroun
     foreground, small, large = job(clock, STEP_S), background(clock, 3e-4, 3e-4), background(clock, 3e-4, 3e-4)
     room = evictions(clock, lambda at_s: 0, (small, GIB), (large, 2 * GIB))
     steps_of(foreground).runs_out_in = 40
-    SharedGpu(foreground, [small, large], BUDGET, evictions=room).run(60)
+    steps_of(large.work).moving_s = 0.05
+    gpu = SharedGpu(foreground, [small, large], BUDGET, evictions=room)
+    gpu.run(60)
+    [(place, paused_s)] = gpu.measured.paused_s.items()
+    assert place == 39  # the first step has none before it to be measured from
+    assert paused_s > 0.04
     assert foreground.losses == [[float(step)] for step in range(60)]
     assert [stay.evictions for stay in room.stays] == [0, 1]
     assert room.stays[1].reason == "the foreground ran out of memory"

@@ -69,6 +69,10 @@ def test_a_step_that_has_changed_parameters_is_not_taken_back(control: dist.Proc
     before.note()
     executor.run(1, loader.load())
     assert not before.restore()
+    before.forget()  # it has ended: nothing is to be put back before the next one
+    changed = [parameter.clone() for parameter in executor.part.traced.model.parameters()]
+    assert before.restore()
+    assert all(map(torch.equal, changed, executor.part.traced.model.parameters()))
 
 
 def test_what_an_exception_holds_on_to_is_let_go_before_anything_is_undone() -> None:

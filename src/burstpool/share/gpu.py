@@ -362,7 +362,7 @@ class SharedGpu:
             if stop():
                 break
             batch = self._next_batch(step, ends[-1] if ends else None)
-            end, gates = self._launch_foreground(batch)
+            end, gates = self._launch_foreground(step, batch)
             self.spans.append(StepSpan(begin=gates[0], end=end))
             self._launch_background(step, gates)
             ends = [*ends[-2:], end]
@@ -404,11 +404,13 @@ class SharedGpu:
             self.foreground.feeder.restart()
             return None
 
-    def _launch_foreground(self, batch: list[list[Batch]]) -> tuple[torch.cuda.Event, list[torch.cuda.Event]]:
+    def _launch_foreground(
+        self, step: int, batch: list[list[Batch]]
+    ) -> tuple[torch.cuda.Event, list[torch.cuda.Event]]:
         """Queues a step; returns the events that mark its end, and its beginning and those of its gaps."""
         steps = self.foreground.steps
         gates = [_recorded(steps.stream, timing=True)]
-        self._with_room(lambda: steps.begin(batch))
+        self._with_room(step, lambda: steps.begin(batch))
         self.foreground.feeder.used(steps.stream)
         with torch.cuda.stream(steps.stream):
             for part in self._program:
@@ -416,11 +418,11 @@ class SharedGpu:
                     gates.append(_recorded(steps.stream))
                     torch.cuda._sleep(int(part.length_s * self._cycles_a_second))  # type: ignore[no-untyped-call]
                 else:
-                    self._with_room(steps.pieces[part])
+                    self._with_room(step, steps.pieces[part])
         self.foreground.read_later(steps.end())
         return _recorded(steps.stream, timing=True), gates
 
-    def _with_room(self, work: Callable[[], object]) -> None:
+    def _with_room(self, step: int, work: Callable[[], object]) -> None:
         """Does a part of the foreground's step; where memory does not suffice, backgrounds leave and it is done again.
 
         Only as long as nothing is changed that cannot be put back; a captured step takes no memory at all.
@@ -436,6 +438,7 @@ class SharedGpu:
                 raise RunError(f"the foreground ran out of memory in the middle of a change: {words}")
             if self._evictions is None or not self._evictions.make_room():
                 raise RunError(f"the foreground ran out of memory, with no background left to make room: {words}")
+            self._resumed[step] = _recorded(self.foreground.steps.stream, timing=True)
 
     def _launch_background(self, step: int, gates: Sequence[torch.cuda.Event]) -> None:
         """Starts what this step allows, less what earlier ones started and the GPU has not got round to."""

@@ -188,6 +188,8 @@ class GraphStep:
         self.step += 1
         if self._graphs is None:
             assert self._loss is not None
+            assert self._before is not None
+            self._before.forget()
             return self._loss
         assert self._graphs.loss is not None
         with torch.cuda.stream(self.stream):
@@ -224,15 +226,22 @@ class _Before:
         self._executor = executor
         self._buffers = [buffer.detach() for buffer in executor.part.traced.model.buffers()]
         self._copies = [buffer.clone() for buffer in self._buffers]
-        self._versions: list[int] = []
+        self._versions: list[int] | None = None
+        """None between steps."""
 
     def note(self) -> None:
         """A step begins."""
         _copy(self._copies, self._buffers)
         self._versions = self._counted()
 
+    def forget(self) -> None:
+        """The step has ended."""
+        self._versions = None
+
     def restore(self) -> bool:
         """Puts the buffers back; False where more than they has changed."""
+        if self._versions is None:
+            return True
         if self._counted() != self._versions:
             return False
         _copy(self._buffers, self._copies)
