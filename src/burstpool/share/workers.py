@@ -65,8 +65,9 @@ def foreground_work(place: Place, task: ForegroundTask) -> Any:
     pace = Pace(task.budget, task.gaps, gates) if place.rank == first else None
     reduces = any(action.kind is Kind.REDUCE for action in devices[place.rank])
     tells = bool(gates[place.rank]) or pace is not None
+    gpu = _own_gpu(place) if task.on_gpu else 0
     when = WhenReached(cuda_mark) if task.on_gpu and tells else None
-    memory = partial(_gpu_memory, place.local_rank) if task.on_gpu else None
+    memory = partial(_gpu_memory, gpu) if task.on_gpu else None
     announcer = Announcer(place.doing, gates[place.rank], pace=pace, reduces=reduces, when=when, memory=memory)
     try:
         return task.work(replace(place, doing=announcer), task.task)
@@ -78,10 +79,19 @@ def foreground_work(place: Place, task: ForegroundTask) -> Any:
             pace.log.save(Path(task.log))
 
 
-def _gpu_memory(local_rank: int) -> tuple[int, int]:
+def _own_gpu(place: Place) -> int:
+    """The worker's GPU, made the current one: marks would else go to the first."""
     import torch
 
-    free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank % torch.cuda.device_count())
+    gpu = place.local_rank % max(torch.cuda.device_count(), 1)
+    torch.cuda.set_device(gpu)
+    return gpu
+
+
+def _gpu_memory(gpu: int) -> tuple[int, int]:
+    import torch
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info(gpu)
     return free_bytes, total_bytes
 
 
