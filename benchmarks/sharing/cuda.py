@@ -95,7 +95,7 @@ def at_work(which: Which, control: Any, stream: Any, piece_s: float) -> Any:
     from burstpool.job import load_job
     from burstpool.run.options import RunOptions
     from burstpool.share.array_steps import ArrayStep
-    from burstpool.share.gpu import JobAtWork
+    from burstpool.share.at_work import JobAtWork
     from burstpool.share.graph_steps import GraphStep
 
     if which.name == "array":
@@ -220,7 +220,8 @@ def compared(times: Sequence[float], alone_s: float, kept: float) -> dict[str, f
 
 def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
     """Builds all jobs, then does what it is told: (way, background, budget, seconds)."""
-    from burstpool.share.gpu import BackgroundWork, alone_in_a_group, streams
+    from burstpool.share.at_work import BackgroundWork
+    from burstpool.share.gpu import alone_in_a_group, streams
 
     prepare()
     with alone_in_a_group() as control:

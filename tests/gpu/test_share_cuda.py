@@ -28,6 +28,7 @@ from burstpool.run.torchrun import Silent
 from burstpool.run.trainer import train
 from burstpool.run.worker import JobSource
 from burstpool.share.array_steps import ArrayStep
+from burstpool.share.at_work import BackgroundWork, JobAtWork
 from burstpool.share.base import Background, ShareOutcome, ShareRequest
 from burstpool.share.budget import Budget
 from burstpool.share.cuda import share_on_cuda
@@ -35,7 +36,7 @@ from burstpool.share.evictions import Evictions, Memory, Stay
 from burstpool.share.feeding import Feeder
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gate import Gate
-from burstpool.share.gpu import BackgroundWork, Idle, JobAtWork, SharedGpu, alone_in_a_group, memory_cap, streams
+from burstpool.share.gpu import Idle, SharedGpu, alone_in_a_group, memory_cap, streams
 from burstpool.share.graph_steps import GraphStep
 from burstpool.share.keeper import Keeper, sliced_plan
 from burstpool.share.moving import give_back

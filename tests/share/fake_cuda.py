@@ -1,4 +1,4 @@
-"""A GPU that is only a clock: what `share/gpu.py` uses of `torch.cuda` and `time`, simulated on the CPU.
+"""A GPU that is only a clock: what `share/gpu.py` and `at_work.py` use of `torch.cuda` and `time`, simulated.
 
 A stream is the moment at which all that was queued on it has ended; work queued on it moves that moment. Streams do not
 slow each other down. The host's time passes only where it waits or sleeps, so that runs are the same every time.
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from burstpool.errors import ShareError
-from burstpool.share import gpu
+from burstpool.share import at_work, gpu
 
 
 class Clock:
@@ -96,10 +96,11 @@ class _Torch:
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Has `share/gpu.py` run on a clock."""
+    """Has `share/gpu.py` and `share/at_work.py` run on a clock."""
     clock = Clock()
-    monkeypatch.setattr(gpu, "torch", _Torch(clock))
-    monkeypatch.setattr(gpu, "time", clock)
+    for module in (at_work, gpu):
+        monkeypatch.setattr(module, "torch", _Torch(clock))
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

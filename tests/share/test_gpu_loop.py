@@ -9,9 +9,10 @@ import pytest
 from fake_cuda import Clock, FakeFeeder, FakeSteps, fake_cuda
 
 from burstpool.errors import RunError, ShareError
+from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
 from burstpool.share.budget import Budget
 from burstpool.share.evictions import Evictions, Memory, Stay
-from burstpool.share.gpu import MOST_RESTARTS, BackgroundWork, Idle, JobAtWork, SharedGpu
+from burstpool.share.gpu import Idle, SharedGpu
 
 STEP_S = 0.01
 BUDGET = Budget(slowdown=1.10)

@@ -28,6 +28,7 @@ from burstpool.run.trainer import InterruptedRun, counted_interrupts, prepare
 from burstpool.run.worker import JobSource
 from burstpool.share.announce import SHARING, StepLog, slowdowns
 from burstpool.share.array_steps import ArrayStep
+from burstpool.share.at_work import BackgroundWork, Filler, JobAtWork
 from burstpool.share.base import (
     Background,
     BackgroundOutcome,
@@ -40,9 +41,6 @@ from burstpool.share.base import (
 from burstpool.share.evictions import Evictions, Memory, Stay
 from burstpool.share.feeding import Feeder
 from burstpool.share.gpu import (
-    BackgroundWork,
-    Filler,
-    JobAtWork,
     SharedGpu,
     alone_in_a_group,
     memory_cap,

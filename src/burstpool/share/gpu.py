@@ -24,7 +24,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,40 +31,25 @@ import torch.distributed as dist
 from burstpool.errors import RunError, ShareError
 from burstpool.run.loading import Batch
 from burstpool.run.losses import not_finite
+from burstpool.share.at_work import (
+    FEED_TIMEOUT_S,
+    MOST_RESTARTS,
+    NAP_S,
+    Filler,
+    JobAtWork,
+    Marker,
+    PieceSpan,
+    in_a_line,
+    recorded,
+)
 from burstpool.share.budget import Allowance, Budget, Controller, Credit, Gap, StepTaken
-from burstpool.share.evictions import Evictable, Evictions, Where
-from burstpool.share.feeding import Feeder
-from burstpool.share.pieces import Piece
+from burstpool.share.evictions import Evictions
 
-MOST_RESTARTS = 3
-"""How often a background job's loading may fail without a step in between."""
 _IN_FLIGHT = 2
 """Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
-_FEED_TIMEOUT_S = 120.0
-_NAP_S = 20e-6
 _LEAST_PAUSE_S = 1e-4
 """What is shorter is the device's own way from one step to the next."""
 _KEPT_SPANS = 40
-
-
-class Steps(Protocol):
-    """A job's steps on a stream, in pieces: `GraphStep`, or a fused array's."""
-
-    stream: torch.cuda.Stream
-    step: int
-    pieces: list[Piece]
-    piece_times_s: list[float]
-    alone_s: float
-
-    @property
-    def warm_up_steps(self) -> int: ...
-    def warm_up(self, batches: Sequence[Sequence[Batch]]) -> torch.Tensor: ...
-    def capture(self) -> None: ...
-    def begin(self, batches: Sequence[Sequence[Batch]]) -> None: ...
-    def end(self) -> torch.Tensor: ...
-    def leave(self) -> None: ...
-    def come_back(self) -> None: ...
-    def undo(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,111 +59,6 @@ class Idle:
     length_s: float
 
 
-class JobAtWork:
-    """One job on the GPU: its steps, its samples, its losses."""
-
-    def __init__(self, name: str, steps: Steps, feeder: Feeder) -> None:
-        self.name, self.steps, self.feeder = name, steps, feeder
-        self.losses: list[list[float]] = []
-        """Of every finished step, one number for each model that is trained."""
-        self.capture_s = 0.0
-        """How long the capture took."""
-        self._late: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
-
-    def start(self, *, most_steps: int | None = None) -> None:
-        """The eager steps, `most_steps` at most, then the capture."""
-        while self.steps.warm_up_steps and (most_steps is None or len(self._late) < most_steps):
-            batch = self.wait_for_batch()
-            loss = self.steps.warm_up(batch)
-            self.feeder.used(self.steps.stream)
-            self.read_later(loss)
-        begun_s = time.monotonic()
-        self.steps.capture()
-        self.capture_s = time.monotonic() - begun_s
-
-    def wait_for_batch(self) -> list[list[Batch]]:
-        """The next samples, waited for."""
-        deadline = time.monotonic() + _FEED_TIMEOUT_S
-        while (batch := self.feeder.take()) is None:
-            if time.monotonic() > deadline:
-                raise ShareError(f"no samples of {self.name} came within {_FEED_TIMEOUT_S:g} s")
-            time.sleep(_NAP_S)
-        return batch
-
-    def read_later(self, loss: torch.Tensor) -> None:
-        """Has a loss copied to the host without waiting for it."""
-        with torch.cuda.stream(self.steps.stream):
-            host = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
-            host.copy_(loss, non_blocking=True)
-            self._late.append((host, _recorded(self.steps.stream)))
-
-    def read(self, *, all_of_them: bool = False) -> bool:
-        """Takes in the losses that have arrived; whether in each step any number was finite.
-
-        A member of an array that turns NaN stops alone.
-        """
-        finite = True
-        while self._late:
-            host, event = self._late[0]
-            if all_of_them:
-                event.synchronize()
-            elif not event.query():  # type: ignore[no-untyped-call]
-                break
-            self._late.popleft()
-            self.losses.append([float(x) for x in host.reshape(-1)])
-            finite = finite and any(map(math.isfinite, self.losses[-1]))
-        return finite
-
-
-class Marker(Protocol):
-    """Tells whether something that was started has ended; a CUDA event is one."""
-
-    def query(self) -> bool:
-        """Whether it has."""
-        ...
-
-
-class Filler(Evictable, Protocol):
-    """A background job, whoever runs it: starts one piece of its work after the other."""
-
-    done_s: float
-    """Work that was started, by its time alone."""
-    steps_done: int
-
-    @property
-    def next_s(self) -> float:
-        """How long the next piece takes alone."""
-        ...
-
-    def launch(self, gate: torch.cuda.Event | None) -> Marker | None:
-        """Starts the next piece, once the GPU has passed the gate; None if it has nothing to do now."""
-        ...
-
-    def look_after(self) -> None:
-        """Now and then: ends it when it has gone bad. Never raises."""
-        ...
-
-    def finish(self) -> None:
-        """Ends the step that has begun, and waits for it."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of its processes. May be called twice."""
-        ...
-
-
-class PieceSpan(NamedTuple):
-    """A background piece on the device: a `Marker`, and when it ran."""
-
-    name: str
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-
-    def query(self) -> bool:
-        """See `Marker`."""
-        return bool(self.end.query())  # type: ignore[no-untyped-call]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpan:
     """A step of the foreground on the device, and the background pieces that were started with it."""
@@ -187,112 +66,6 @@ class StepSpan:
     begin: torch.cuda.Event
     end: torch.cuda.Event
     pieces: list[PieceSpan] = field(default_factory=list)
-
-
-class BackgroundWork:
-    """A captured background job: hands out one piece after the other, as long as its samples come."""
-
-    def __init__(self, work: JobAtWork) -> None:
-        self.name, self.work = work.name, work
-        self.steps_done = 0
-        self.done_s = 0.0
-        self.ended = ""
-        self.where: Where = "here"
-        self._next = 0
-        self._failures = 0
-
-    @property
-    def next_s(self) -> float:
-        """See `Filler`."""
-        return self.work.steps.piece_times_s[self._next]
-
-    def launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
-        """See `Filler`."""
-        try:
-            return self._launch(gate)
-        except Exception as error:  # whatever its optimizer or its schedule does between graphs
-            self.end(_in_a_line(error))
-            return None
-
-    def _launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
-        steps = self.work.steps
-        if gate is not None:
-            steps.stream.wait_event(gate)
-        if self.ended or self.where == "away" or (self._next == 0 and not self._begin()):
-            return None
-        self.done_s += self.next_s
-        begin = _recorded(steps.stream, timing=True)
-        with torch.cuda.stream(steps.stream):
-            steps.pieces[self._next]()
-        end = _recorded(steps.stream, timing=True)
-        self._next += 1
-        if self._next == len(steps.pieces):
-            self.work.read_later(steps.end())
-            self._next = 0
-            self.steps_done += 1
-            self._failures = 0
-        return PieceSpan(self.name, begin, end)
-
-    def look_after(self) -> None:
-        """See `Filler`."""
-        if not self.work.read() and not self.ended:
-            self.end("the loss is not finite")
-
-    def finish(self) -> None:
-        """See `Filler`; a step that has begun is gone through with, so that its state is that of whole steps."""
-        while self._next and not self.ended:
-            self.launch(None)
-        self.work.read(all_of_them=True)
-
-    def leave(self, *, at_once: bool = False) -> None:
-        """See `Evictable`."""
-        self.where = "leaving"
-        if self._next and not at_once:
-            return
-        self.finish()
-        try:
-            self.work.steps.leave()
-        except Exception as error:  # the host's memory is full, say
-            self.end(_in_a_line(error))
-        self.where = "away"
-
-    def come_back(self) -> None:
-        """See `Evictable`."""
-        try:
-            self.work.steps.come_back()
-        except torch.OutOfMemoryError:
-            return
-        except Exception as error:
-            self.end(_in_a_line(error))
-            return
-        self.where = "here"
-
-    def close(self) -> None:
-        """See `Filler`."""
-        self.work.feeder.close()
-
-    def end(self, reason: str) -> None:
-        """Never to be run again; its state stays."""
-        self.ended = reason
-        self.close()
-
-    def _begin(self) -> bool:
-        if self.where == "leaving":
-            return False
-        try:
-            batch = self.work.feeder.take()
-        except ShareError as error:
-            self._failures += 1
-            if self._failures >= MOST_RESTARTS:
-                self.end(str(error))
-            else:
-                self.work.feeder.restart()
-            return False
-        if batch is None:
-            return False
-        self.work.steps.begin(batch)
-        self.work.feeder.used(self.work.steps.stream)
-        return True
 
 
 @dataclass(slots=True)
@@ -371,7 +144,7 @@ class SharedGpu:
             if self._watch is not None:
                 self._watch(self)
             if self._evictions is not None and self._evictions.look():
-                self._resumed[step + 1] = _recorded(self.foreground.steps.stream, timing=True)
+                self._resumed[step + 1] = recorded(self.foreground.steps.stream, timing=True)
         if ends:
             self._settle(step, ends[-2:])
         torch.cuda.synchronize()
@@ -381,15 +154,15 @@ class SharedGpu:
 
     def _next_batch(self, step: int, previous: torch.cuda.Event | None) -> list[list[Batch]]:
         """The foreground's samples; while they are missing and the GPU is idle, everything is the background's."""
-        deadline = time.monotonic() + _FEED_TIMEOUT_S
+        deadline = time.monotonic() + FEED_TIMEOUT_S
         while (batch := self._taken()) is None:
             if time.monotonic() > deadline:
-                raise ShareError(f"no samples of {self.foreground.name} came within {_FEED_TIMEOUT_S:g} s")
+                raise ShareError(f"no samples of {self.foreground.name} came within {FEED_TIMEOUT_S:g} s")
             idle = previous is None or bool(previous.query())  # type: ignore[no-untyped-call]
             waiting = sum(1 for piece in self._launched if not piece.end.query())
             free = idle and not self._allowance.alone and waiting < _IN_FLIGHT
             if not (free and self._launch_next(step, None, in_gap=True)):
-                time.sleep(_NAP_S)
+                time.sleep(NAP_S)
         self._restarts = 0
         return batch
 
@@ -409,18 +182,18 @@ class SharedGpu:
     ) -> tuple[torch.cuda.Event, list[torch.cuda.Event]]:
         """Queues a step; returns the events that mark its end, and its beginning and those of its gaps."""
         steps = self.foreground.steps
-        gates = [_recorded(steps.stream, timing=True)]
+        gates = [recorded(steps.stream, timing=True)]
         self._with_room(step, lambda: steps.begin(batch))
         self.foreground.feeder.used(steps.stream)
         with torch.cuda.stream(steps.stream):
             for part in self._program:
                 if isinstance(part, Idle):
-                    gates.append(_recorded(steps.stream))
+                    gates.append(recorded(steps.stream))
                     torch.cuda._sleep(int(part.length_s * self._cycles_a_second))  # type: ignore[no-untyped-call]
                 else:
                     self._with_room(step, steps.pieces[part])
         self.foreground.read_later(steps.end())
-        return _recorded(steps.stream, timing=True), gates
+        return recorded(steps.stream, timing=True), gates
 
     def _with_room(self, step: int, work: Callable[[], object]) -> None:
         """Does a part of the foreground's step; where memory does not suffice, backgrounds leave and it is done again.
@@ -432,13 +205,13 @@ class SharedGpu:
                 work()
                 return
             except torch.OutOfMemoryError as error:
-                words = _in_a_line(error)
+                words = in_a_line(error)
             # Outside of the handler: an exception keeps alive whatever the step had made.
             if not self.foreground.steps.undo():
                 raise RunError(f"the foreground ran out of memory in the middle of a change: {words}")
             if self._evictions is None or not self._evictions.make_room():
                 raise RunError(f"the foreground ran out of memory, with no background left to make room: {words}")
-            self._resumed[step] = _recorded(self.foreground.steps.stream, timing=True)
+            self._resumed[step] = recorded(self.foreground.steps.stream, timing=True)
 
     def _launch_background(self, step: int, gates: Sequence[torch.cuda.Event]) -> None:
         """Starts what this step allows, less what earlier ones started and the GPU has not got round to."""
@@ -568,21 +341,11 @@ def memory_cap(name: str, device: torch.device, memory_bytes: int | None) -> Ite
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _in_a_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
 def _cycles_a_second() -> float:
     """Of the clock that `torch.cuda._sleep` counts, measured."""
     cycles = 20_000_000
-    begin = _recorded(torch.cuda.current_stream(), timing=True)
+    begin = recorded(torch.cuda.current_stream(), timing=True)
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-    end = _recorded(torch.cuda.current_stream(), timing=True)
+    end = recorded(torch.cuda.current_stream(), timing=True)
     end.synchronize()
     return cycles / (float(begin.elapsed_time(end)) / 1e3)
-
-
-def _recorded(stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event

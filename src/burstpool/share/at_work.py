@@ -1,0 +1,270 @@
+"""Jobs at work on a GPU: their steps in pieces, their samples, their losses; and background jobs as the loop sees them.
+
+What a step is made of is `Steps` (`graph_steps.py`, `array_steps.py`), where samples come from is `feeding.py`; here
+they become a job that hands out one piece after the other, can leave the GPU and come back, and goes bad alone. The
+loop that starts pieces is `gpu.py`.
+"""
+
+import collections
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from burstpool.errors import ShareError
+from burstpool.run.loading import Batch
+from burstpool.share.evictions import Evictable, Where
+from burstpool.share.feeding import Feeder
+from burstpool.share.pieces import Piece
+
+MOST_RESTARTS = 3
+"""How often a background job's loading may fail without a step in between."""
+FEED_TIMEOUT_S = 120.0
+"""How long samples of a foreground are waited for."""
+NAP_S = 20e-6
+"""Between two looks for them."""
+
+
+class Steps(Protocol):
+    """A job's steps on a stream, in pieces: `GraphStep`, or a fused array's."""
+
+    stream: torch.cuda.Stream
+    step: int
+    pieces: list[Piece]
+    piece_times_s: list[float]
+    alone_s: float
+
+    @property
+    def warm_up_steps(self) -> int: ...
+    def warm_up(self, batches: Sequence[Sequence[Batch]]) -> torch.Tensor: ...
+    def capture(self) -> None: ...
+    def begin(self, batches: Sequence[Sequence[Batch]]) -> None: ...
+    def end(self) -> torch.Tensor: ...
+    def leave(self) -> None: ...
+    def come_back(self) -> None: ...
+    def undo(self) -> bool: ...
+
+
+class JobAtWork:
+    """One job on the GPU: its steps, its samples, its losses."""
+
+    def __init__(self, name: str, steps: Steps, feeder: Feeder) -> None:
+        self.name, self.steps, self.feeder = name, steps, feeder
+        self.losses: list[list[float]] = []
+        """Of every finished step, one number for each model that is trained."""
+        self.capture_s = 0.0
+        """How long the capture took."""
+        self._late: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
+
+    def start(self, *, most_steps: int | None = None) -> None:
+        """The eager steps, `most_steps` at most, then the capture."""
+        while self.steps.warm_up_steps and (most_steps is None or len(self._late) < most_steps):
+            batch = self.wait_for_batch()
+            loss = self.steps.warm_up(batch)
+            self.feeder.used(self.steps.stream)
+            self.read_later(loss)
+        begun_s = time.monotonic()
+        self.steps.capture()
+        self.capture_s = time.monotonic() - begun_s
+
+    def wait_for_batch(self) -> list[list[Batch]]:
+        """The next samples, waited for."""
+        deadline = time.monotonic() + FEED_TIMEOUT_S
+        while (batch := self.feeder.take()) is None:
+            if time.monotonic() > deadline:
+                raise ShareError(f"no samples of {self.name} came within {FEED_TIMEOUT_S:g} s")
+            time.sleep(NAP_S)
+        return batch
+
+    def read_later(self, loss: torch.Tensor) -> None:
+        """Has a loss copied to the host without waiting for it."""
+        with torch.cuda.stream(self.steps.stream):
+            host = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            host.copy_(loss, non_blocking=True)
+            self._late.append((host, recorded(self.steps.stream)))
+
+    def read(self, *, all_of_them: bool = False) -> bool:
+        """Takes in the losses that have arrived; whether in each step any number was finite.
+
+        A member of an array that turns NaN stops alone.
+        """
+        finite = True
+        while self._late:
+            host, event = self._late[0]
+            if all_of_them:
+                event.synchronize()
+            elif not event.query():  # type: ignore[no-untyped-call]
+                break
+            self._late.popleft()
+            self.losses.append([float(x) for x in host.reshape(-1)])
+            finite = finite and any(map(math.isfinite, self.losses[-1]))
+        return finite
+
+
+class Marker(Protocol):
+    """Tells whether something that was started has ended; a CUDA event is one."""
+
+    def query(self) -> bool:
+        """Whether it has."""
+        ...
+
+
+class Filler(Evictable, Protocol):
+    """A background job, whoever runs it: starts one piece of its work after the other."""
+
+    done_s: float
+    """Work that was started, by its time alone."""
+    steps_done: int
+
+    @property
+    def next_s(self) -> float:
+        """How long the next piece takes alone."""
+        ...
+
+    def launch(self, gate: torch.cuda.Event | None) -> Marker | None:
+        """Starts the next piece, once the GPU has passed the gate; None if it has nothing to do now."""
+        ...
+
+    def look_after(self) -> None:
+        """Now and then: ends it when it has gone bad. Never raises."""
+        ...
+
+    def finish(self) -> None:
+        """Ends the step that has begun, and waits for it."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of its processes. May be called twice."""
+        ...
+
+
+class PieceSpan(NamedTuple):
+    """A background piece on the device: a `Marker`, and when it ran."""
+
+    name: str
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def query(self) -> bool:
+        """See `Marker`."""
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
+
+
+class BackgroundWork:
+    """A captured background job: hands out one piece after the other, as long as its samples come."""
+
+    def __init__(self, work: JobAtWork) -> None:
+        self.name, self.work = work.name, work
+        self.steps_done = 0
+        self.done_s = 0.0
+        self.ended = ""
+        self.where: Where = "here"
+        self._next = 0
+        self._failures = 0
+
+    @property
+    def next_s(self) -> float:
+        """See `Filler`."""
+        return self.work.steps.piece_times_s[self._next]
+
+    def launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
+        """See `Filler`."""
+        try:
+            return self._launch(gate)
+        except Exception as error:  # whatever its optimizer or its schedule does between graphs
+            self.end(in_a_line(error))
+            return None
+
+    def _launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
+        steps = self.work.steps
+        if gate is not None:
+            steps.stream.wait_event(gate)
+        if self.ended or self.where == "away" or (self._next == 0 and not self._begin()):
+            return None
+        self.done_s += self.next_s
+        begin = recorded(steps.stream, timing=True)
+        with torch.cuda.stream(steps.stream):
+            steps.pieces[self._next]()
+        end = recorded(steps.stream, timing=True)
+        self._next += 1
+        if self._next == len(steps.pieces):
+            self.work.read_later(steps.end())
+            self._next = 0
+            self.steps_done += 1
+            self._failures = 0
+        return PieceSpan(self.name, begin, end)
+
+    def look_after(self) -> None:
+        """See `Filler`."""
+        if not self.work.read() and not self.ended:
+            self.end("the loss is not finite")
+
+    def finish(self) -> None:
+        """See `Filler`; a step that has begun is gone through with, so that its state is that of whole steps."""
+        while self._next and not self.ended:
+            self.launch(None)
+        self.work.read(all_of_them=True)
+
+    def leave(self, *, at_once: bool = False) -> None:
+        """See `Evictable`."""
+        self.where = "leaving"
+        if self._next and not at_once:
+            return
+        self.finish()
+        try:
+            self.work.steps.leave()
+        except Exception as error:  # the host's memory is full, say
+            self.end(in_a_line(error))
+        self.where = "away"
+
+    def come_back(self) -> None:
+        """See `Evictable`."""
+        try:
+            self.work.steps.come_back()
+        except torch.OutOfMemoryError:
+            return
+        except Exception as error:
+            self.end(in_a_line(error))
+            return
+        self.where = "here"
+
+    def close(self) -> None:
+        """See `Filler`."""
+        self.work.feeder.close()
+
+    def end(self, reason: str) -> None:
+        """Never to be run again; its state stays."""
+        self.ended = reason
+        self.close()
+
+    def _begin(self) -> bool:
+        if self.where == "leaving":
+            return False
+        try:
+            batch = self.work.feeder.take()
+        except ShareError as error:
+            self._failures += 1
+            if self._failures >= MOST_RESTARTS:
+                self.end(str(error))
+            else:
+                self.work.feeder.restart()
+            return False
+        if batch is None:
+            return False
+        self.work.steps.begin(batch)
+        self.work.feeder.used(self.work.steps.stream)
+        return True
+
+
+def in_a_line(error: Exception) -> str:
+    """An exception in words, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def recorded(stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
+    """An event at the end of what the stream was given so far."""
+    event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
