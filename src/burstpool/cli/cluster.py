@@ -85,7 +85,7 @@ def show(spec: ClusterSpec, console: Console) -> None:
 
 
 def _detect(num_devices: int | None, *, kind: "DeviceKind", measure: bool) -> ClusterSpec:
-    from burstpool.cluster.detect import detect  # imports torch, which takes seconds
+    from burstpool.run.machine import this_machine  # imports torch, which takes seconds
 
     errors = Console(stderr=True)
     with errors.status("looking at this machine") as status:
@@ -95,4 +95,4 @@ def _detect(num_devices: int | None, *, kind: "DeviceKind", measure: bool) -> Cl
             if not errors.is_terminal:  # no spinner there, so say it in lines
                 errors.print(step, highlight=False)
 
-        return detect(measure=measure, device=kind, num_devices=num_devices, progress=progress)
+        return this_machine(measure=measure, device=kind, num_devices=num_devices, progress=progress)

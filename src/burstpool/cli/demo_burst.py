@@ -62,13 +62,13 @@ def plan_and_train(story: Story) -> None:
 
 
 def _inputs(story: Story) -> "PlanInputs":
-    from burstpool.cluster.detect import detect
     from burstpool.plan.inputs import PlanInputs
+    from burstpool.run.machine import this_machine
 
     assert story.traced is not None
     assert story.profile is not None
     with progress_bar("measuring the link") as progress:
-        cluster = detect(device="cpu", num_devices=story.num_devices, progress=lambda what: progress(0, 1, what))
+        cluster = this_machine(device="cpu", num_devices=story.num_devices, progress=lambda what: progress(0, 1, what))
     return PlanInputs(cluster=cluster, profiles=(story.profile,), graph=story.traced.graph)
 
 

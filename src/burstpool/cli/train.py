@@ -175,15 +175,15 @@ def _data_parallel(
     traced = trace_job(job, fallback=options.fallback)
     if not measure or options.device != "cpu":
         return even_plan(traced.graph, num_devices=num_devices, batch=batch, name=job.name), None
-    from burstpool.cluster.detect import detect
     from burstpool.plan.data import plan as plan_data
     from burstpool.plan.inputs import PlanInputs
     from burstpool.profiling.measure import profile
+    from burstpool.run.machine import this_machine
 
     _, target = job.samples(2)
     share = -(-batch // num_devices)
     with progress_bar(f"measuring {job.name}") as progress:
-        cluster = detect(device="cpu", num_devices=num_devices, progress=lambda what: progress(0, 1, what))
+        cluster = this_machine(device="cpu", num_devices=num_devices, progress=lambda what: progress(0, 1, what))
         measured = profile(
             traced,
             loss=job.loss,

@@ -40,6 +40,10 @@ class DeviceType:
     """Dense peak rates. A missing key: the device lacks that type, or nobody could confirm the figure."""
     multiprocessors: int | None = None
     """Streaming multiprocessors, where known."""
+    host_step_s: float = 0.0
+    """What a step of training takes of the host besides its layers, loading and update; 0 where it hides."""
+    host_block_s: float = 0.0
+    """The same of every block that a device runs in a step."""
     source: str
     """Where the figures come from."""
 
@@ -143,6 +147,10 @@ def check_rates(figures: Any) -> None:
         _check_positive("memory_bytes", figures.memory_bytes)
     if figures.memory_bytes_per_s is not None:
         _check_positive("memory_bytes_per_s", figures.memory_bytes_per_s)
+    for name in ("host_step_s", "host_block_s"):
+        seconds = getattr(figures, name)
+        if seconds is not None and not 0 <= seconds < 1e6:  # false of NaN, too
+            raise ValueError(f"{name}={seconds} must be 0 or more and less than a million")
     if figures.multiprocessors is not None and figures.multiprocessors < 1:
         raise ValueError(f"multiprocessors={figures.multiprocessors} must be at least 1")
     for key, rate in figures.flops_per_s.items():

@@ -107,6 +107,10 @@ class DeviceFigures:
     """Replaces the catalogue's rates of these types only."""
     multiprocessors: int | None = None
     """Streaming multiprocessors, where known."""
+    host_step_s: float | None = None
+    """What a step of training takes of the host besides its layers, loading and update."""
+    host_block_s: float | None = None
+    """The same of every block that a device runs in a step."""
     source: str = "cluster file"
     """Where the figures come from."""
 
@@ -128,6 +132,8 @@ class DeviceFigures:
             memory_bytes_per_s=_first(self.memory_bytes_per_s, base and base.memory_bytes_per_s),
             flops_per_s={**(base.flops_per_s if base else {}), **self.flops_per_s},
             multiprocessors=_first(self.multiprocessors, base and base.multiprocessors),
+            host_step_s=_first(self.host_step_s, base.host_step_s if base else 0.0),
+            host_block_s=_first(self.host_block_s, base.host_block_s if base else 0.0),
             source=f"{self.source}; else {base.source}" if base else self.source,
         )
 
@@ -394,7 +400,8 @@ def _link_table(link: Link) -> dict[str, Any]:
 
 
 def _figures_table(figures: DeviceFigures) -> dict[str, Any]:
-    keys = ("name", "memory_bytes", "memory_bytes_per_s", "flops_per_s", "multiprocessors", "source")
+    keys = ("name", "memory_bytes", "memory_bytes_per_s", "flops_per_s", "multiprocessors")
+    keys += ("host_step_s", "host_block_s", "source")
     table = {key: getattr(figures, key) for key in keys}
     return {key: value for key, value in table.items() if value is not None and value != {}}
 

@@ -8,11 +8,12 @@ Assumed:
 - a reduction is hierarchical: reduce-scatter inside each node, all-reduce between nodes, all-gather inside. Each part
   is a ring or a tree, whichever is faster, as NCCL chooses. The devices of a node share its network;
 - where reductions were measured among devices at work (`Link.reduce_s`), those times count instead;
+- a step, and each block of it, takes the host the time that was measured of its device type, if it was;
 - an update takes what the profile measured of the job's own optimizer. Else it is bound by memory: it reads parameter,
   gradient and optimizer state and writes parameter and state, so it moves (3 + 2 × slots) times the parameters' bytes
   (slots: 0 for plain SGD, 1 for momentum, 2 for Adam).
 
-Not modelled: starting kernels beyond what the profile saw in each layer; compute and communication slowing each other,
+Not modelled: starting kernels beyond what the profile saw in each layer, unless the host's time was measured; compute and communication slowing each other,
 unless a link `shares_compute`; the small exchanges of batch norm over several devices; racks and oversubscribed
 switches; loading where the profile has no `load_s`; clipping by norm; that parameters of a reduction are first copied
 together, unless it was measured.
@@ -158,6 +159,11 @@ class CostModel:
             return 0.0
         # Loading is so nearly proportional to samples that a device may load more of them than a layer was timed with.
         return value_at(profile.load_s, profile.batches, samples, extrapolate=True)
+
+    def host_s(self, device: int, num_blocks: int) -> float:
+        """Seconds the host takes for a step of so many blocks besides all else; 0 where it was not measured."""
+        figures = self.cluster.device_type(self.device_type(device))
+        return figures.host_step_s + num_blocks * figures.host_block_s
 
     def prefix_sums(self, device_type: str, samples: int) -> tuple[list[float], list[float]]:
         """Seconds of forward and of backward of the first 0, 1, 2, … layers: a block's time is a difference."""

@@ -169,6 +169,7 @@ def best_cuts(cost: CostModel, shares: Sequence[Share], parameter_bytes: Sequenc
     num_layers = len(parameter_bytes)
     ready = _ready_times(cost, shares)
     reduce_s = _reduce_times(cost, shares, parameter_bytes)
+    host_block_s = max(cost.host_s(share.device, 1) - cost.host_s(share.device, 0) for share in shares)
     end = np.append(np.full(num_layers, np.inf), 0.0)
     choices, totals = [], []
     for _ in range(min(num_layers, _MOST_BLOCKS)):
@@ -176,7 +177,7 @@ def best_cuts(cost: CostModel, shares: Sequence[Share], parameter_bytes: Sequenc
         choice = options.argmin(axis=1)
         end = np.append(options[np.arange(num_layers), choice], np.inf)
         choices.append(choice)
-        totals.append(end[0])
+        totals.append(end[0] + len(choices) * host_block_s)
     enough = next(k for k, total in enumerate(totals) if total <= _CLOSE_ENOUGH * min(totals))
     cuts = [0]
     for choice in reversed(choices[: enough + 1]):

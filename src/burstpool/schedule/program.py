@@ -156,13 +156,14 @@ class _Compiler:
         return found
 
     def _loading(self, device: int, actions: Sequence[Action]) -> list[int]:
-        """Loading what the first block takes and what the loss compares with: each sample once, all minibatches."""
+        """Loading what the first block takes and what the loss compares with, each sample once, all minibatches; and
+        what the host does once a step."""
         ends = {next(iter(self.flow.blocks)), self.flow.last.name}
         spans = {(a.minibatch, a.start, a.stop) for a in actions if a.kind is Kind.FORWARD and a.block in ends}
         samples = len({(minibatch, sample) for minibatch, start, stop in spans for sample in range(start, stop)})
         key = ("load", samples, self.cost.device_type(device))
         if key not in self.known:
-            seconds = self.cost.load_s(device, samples)
+            seconds = self.cost.load_s(device, samples) + self.cost.host_s(device, 0)
             self.known[key] = self._add(Operation(LOAD, -1, seconds, "load", "", 0)) if seconds else -1
         return [self.known[key]] if self.known[key] >= 0 else []
 
@@ -178,9 +179,11 @@ class _Compiler:
         if action.kind is Kind.FORWARD:
             seconds = self.cost.forward_s(block.layers, device, samples)
             seconds += self.cost.loss_forward_s(device, samples) if block is self.flow.last else 0.0
+            seconds += self._host_pass_s(device)
         elif action.kind is Kind.BACKWARD:
             seconds = self.cost.backward_s(block.layers, device, samples)
             seconds += self.cost.loss_backward_s(device, samples) if block is self.flow.last else 0.0
+            seconds += self._host_pass_s(device)
         elif action.kind is Kind.REDUCE:
             code, index = REDUCE, self._reduction(action, block.parameter_bytes)
         elif action.kind is Kind.STEP:
@@ -189,6 +192,10 @@ class _Compiler:
         else:
             raise ScheduleError(f"device {device} has to {action.kind} {action.block!r}; waves are not simulated yet")
         return Operation(code, index, seconds, action.kind.value, action.block, action.minibatch)
+
+    def _host_pass_s(self, device: int) -> float:
+        """The host's time for a block, half of it forward and half backward."""
+        return (self.cost.host_s(device, 1) - self.cost.host_s(device, 0)) / 2
 
     def _reduction(self, action: Action, parameter_bytes: int) -> int:
         if action.block not in self.reduction_of:
