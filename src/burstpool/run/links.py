@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from burstpool.cluster.cores import let_gloo_run
 from burstpool.errors import RunError
 from burstpool.run.waiting import wait_for
 from burstpool.schedule.actions import Action, Kind, Schedule
@@ -77,6 +78,7 @@ class Links:
             header = _header(tensor)
             work = dist.isend(header, action.peer, group=self._control, tag=self._tags[message])
             self._sent.append((_made(work), header, "header"))
+        let_gloo_run()
         work = _made(dist.isend(tensor, action.peer, group=self._pairs[message[:2]], tag=self._tags[message]))
         self._sent.append((work, tensor, f"device {action.peer} to take {describe(action)}"))
         return work
