@@ -3,11 +3,12 @@
     python benchmarks/simulation/run.py                                all cases, about 10 minutes
     python benchmarks/simulation/run.py --devices 2 --only resnet      a part of them
 
-Measures the cores and their link; then, in rounds, profiles each model, predicts its step, trains, and notes the ratio.
-A prediction uses nothing of the run it predicts: only the link, and the profile taken just before. The case's error is
-that of the median ratio over the rounds, so that a disturbance that hits a profile or a run spoils one round. Plans are
-data parallelism, and ones that regroup: the middle of the model on two devices, its ends on one. At most as many
-workers as cores. Bar: median error at most 10%, worst 20%, over at least 12 cases. One JSON line at the end.
+Measures the cores and their link; then, in rounds, starts workers for each model, which a few times in turn profile it,
+predict its step, train, and note the ratio. A prediction uses nothing of the run it predicts: only what was measured of
+the machine at first, and the profile taken just before. The case's error is that of the median ratio over all turns, so
+that a disturbance that hits a profile or a run spoils some turns only. Plans are data parallelism, and ones that
+regroup: the middle of the model on two devices, its ends on one. At most as many workers as cores. Bar: median error at
+most 10%, worst 20%, over at least 12 cases. One JSON line at the end.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from burstpool import load_job
-from burstpool.cluster.detect import detect, num_cores
+from burstpool.cluster.detect import num_cores
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine
@@ -35,6 +36,7 @@ from burstpool.plan.dataflow import dataflow
 from burstpool.plan.plan import Plan, PlannedBlock, even_shares
 from burstpool.profiling.measure import profile_job
 from burstpool.profiling.profile import Profile
+from burstpool.run.machine import this_machine
 from burstpool.run.options import RunOptions
 from burstpool.run.progress import RunLog
 from burstpool.run.setup import trace_job
@@ -44,7 +46,9 @@ from burstpool.schedule.simulate import predict
 
 _RUN_S = 0.8
 """About how long a run lasts, by its prediction."""
-_LEAST_STEPS, _MOST_STEPS = 24, 120
+_LEAST_STEPS, _MOST_STEPS = 24, 600
+_TURNS = 3
+"""Of profiling and training, in each round's processes."""
 # Exchanges of batch norm and masks of the whole minibatch are not modelled: both local, as DDP has them.
 _OPTIONS = RunOptions(batch_norm="local", dropout="local", checkpoint_every=0, timeout_s=120)
 
@@ -84,22 +88,29 @@ class Work:
     cluster: ClusterSpec
 
 
-def measure(place: Place, work: Work) -> tuple[float, float]:
-    """What every worker runs: the predicted and the measured step time; all ranks agree."""
+Times = tuple[float, float]
+"""The predicted and the measured step time, in seconds."""
+
+
+def measure(place: Place, work: Work) -> list[Times]:
+    """What every worker runs; all ranks agree."""
     torch.set_num_threads(1)
-    with joined(place, _OPTIONS) as seat:
-        return _case(work.case, work.cluster, place, seat)
-
-
-def _case(case: Case, cluster: ClusterSpec, place: Place, seat: Any) -> tuple[float, float]:
-    job = dataclasses.replace(load_job(f"zoo:{case.model}", case.settings), batch=case.batch)
+    job = dataclasses.replace(load_job(f"zoo:{work.case.model}", work.case.settings), batch=work.case.batch)
     graph = trace_job(job).graph
+    with joined(place, _OPTIONS) as seat:
+        return [_turn(work, job, graph, place, seat) for _ in range(_TURNS)]
+
+
+def _turn(work: Work, job: Job, graph: LayerGraph, place: Place, seat: Any) -> Times:
+    case, cluster = work.case, work.cluster
     shares = {-(-case.batch // cluster.num_devices), *([case.batch] if case.regroup else [])}
     dist.barrier()
     profile = profile_job(job, batches=sorted(shares), use_cache=False)  # on all cores, as the run will be
-    plans = [_plan(case, profile, cluster, graph)]
-    dist.broadcast_object_list(plans, src=0)
-    (plan,) = plans
+    profiles: list[Any] = [None] * place.num_workers
+    dist.all_gather_object(profiles, profile)
+    # Workers that meet in every step go at the pace of the slower core.
+    slowest = max(profiles, key=lambda found: found.step_time_s(max(shares)))
+    plan = _plan(case, slowest, cluster, graph)
     assert plan.step_time_s is not None
     return plan.step_time_s, _trained_s(job, plan, graph, place, seat)
 
@@ -148,11 +159,11 @@ def _trained_s(job: Job, plan: Plan, graph: LayerGraph, place: Place, seat: Any)
 def run(cases: Sequence[Case], cluster: ClusterSpec, rounds: int) -> list[dict[str, Any]]:
     """All cases on one cluster, round after round."""
     found = [[_once(Work(case=case, cluster=cluster)) for case in cases] for _ in range(rounds)]
-    return [_row(case, cluster, [each[place] for each in found]) for place, case in enumerate(cases)]
+    return [_row(case, cluster, [x for each in found for x in each[i]]) for i, case in enumerate(cases)]
 
 
-def _once(work: Work) -> tuple[float, float]:
-    """In processes of its own, as a run is: what earlier runs leave behind in a process slows later ones."""
+def _once(work: Work) -> list[Times]:
+    """In processes of its own, as a run is."""
     workers = LocalEngine().start(measure, work, num_workers=work.cluster.num_devices, silence_s=300)
     try:
         while (results := workers.results()) is None:
@@ -162,7 +173,7 @@ def _once(work: Work) -> tuple[float, float]:
     return results[0]  # type: ignore[no-any-return]
 
 
-def _row(case: Case, cluster: ClusterSpec, found: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _row(case: Case, cluster: ClusterSpec, found: Sequence[Times]) -> dict[str, Any]:
     ratios = [predicted_s / measured_s for predicted_s, measured_s in found]
     return {
         "case": str(case),
@@ -178,7 +189,7 @@ def _row(case: Case, cluster: ClusterSpec, found: Sequence[tuple[float, float]])
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--devices", type=int, action="append", help="only with so many workers")
     parser.add_argument("--only", action="append", help="only cases whose name contains this")
     options = parser.parse_args()
@@ -187,7 +198,7 @@ def main() -> None:
         wanted = [*CASES, *(REGROUPED if devices > 1 else ())]
         cases = [case for case in wanted if not options.only or any(part in str(case) for part in options.only)]
         if cases:
-            cluster = detect(device="cpu", num_devices=devices)
+            cluster = this_machine(device="cpu", num_devices=devices)
             rows += run(cases, cluster, options.rounds)
     for row in rows:
         print(*(f"{row[key]!s:>{width}}" for key, width in _COLUMNS.items()), row["errors"])

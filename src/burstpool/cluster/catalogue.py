@@ -75,6 +75,8 @@ class Link:
     shares_compute: bool = False
     """Whether what computes also moves the bytes, as a CPU worker's core does: communication then takes its time from
     compute instead of hiding behind it."""
+    send_s: float = 0.0
+    """Where they share: how long a message, however small, keeps its sender from computing."""
     reduce_s: Mapping[int, Mapping[int, float]] = field(default_factory=dict, hash=False)
     """Devices → bytes → seconds by which a reduction was seen to lengthen a step; where it was not measured it is
     worked out from rate and latency."""
@@ -85,6 +87,8 @@ class Link:
         _check_positive("bytes_per_s", self.bytes_per_s)
         if not 0 <= self.latency_s < 1e6:  # false of NaN, too
             raise ValueError(f"latency_s={self.latency_s} must be 0 or more and less than a million")
+        if not 0 <= self.send_s < 1e6:
+            raise ValueError(f"send_s={self.send_s} must be 0 or more and less than a million")
         for members, table in self.reduce_s.items():
             if members < 2 or len(table) < 2:
                 raise ValueError(f"reduce_s of {members} devices needs two devices and two sizes or more")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from burstpool.cluster import catalogue
 from burstpool.cluster.catalogue import Link, in_units
 from burstpool.cluster.measure import DeviceRates, core_rates, cuda_rates, fit_link, link_times
+from burstpool.cluster.messages import message_times
 from burstpool.cluster.reductions import reduce_times
 from burstpool.cluster.spec import ClusterSpec, DeviceCount, DeviceFigures, NodeGroup, plural
 from burstpool.errors import ClusterError
@@ -47,7 +48,7 @@ def detect(
         types, figures = _cpu_devices(num_devices, measure=measure, progress=progress)
     link = None
     if len(types) > 1:
-        link = _link("nccl" if use_cuda else "gloo", measure=measure, progress=progress)
+        link = _link(use_cuda=use_cuda, measure=measure, progress=progress)
         link = link if use_cuda else _on_cores(link, len(types), measure=measure, progress=progress)
     devices = tuple(DeviceCount(type=name, count=len(list(run))) for name, run in groupby(types))
     return ClusterSpec(
@@ -158,16 +159,29 @@ def _cuda_figures(name: str, properties: Any, rates: DeviceRates | None) -> Devi
     )
 
 
-def _link(backend: str, *, measure: bool, progress: Callable[[str], None]) -> Link:
+def _link(*, use_cuda: bool, measure: bool, progress: Callable[[str], None]) -> Link:
     if not measure:
-        preset = catalogue.link("loopback" if backend == "gloo" else "pcie4")
+        preset = catalogue.link("pcie4" if use_cuda else "loopback")
         return Link(bytes_per_s=preset.bytes_per_s, latency_s=preset.latency_s, source=f"{preset.source}, assumed")
-    progress(f"measuring the link between two devices ({backend})")
-    times = link_times(backend, timeout_s=TIMEOUT_S)
+    if not use_cuda:
+        return _message_link(progress)
+    progress("measuring the link between two devices (nccl)")
+    times = link_times("nccl", timeout_s=TIMEOUT_S)
     bytes_per_s, latency_s = fit_link(times.seconds)
-    pair = "two processes on this machine" if backend == "gloo" else "GPU 0 and GPU 1"
-    source = f"measured: {backend} ping-pong between {pair}; slowest batch {times.slowest:.2g} x the fastest"
+    source = f"measured: nccl ping-pong between GPU 0 and GPU 1; slowest batch {times.slowest:.2g} x the fastest"
     return Link(bytes_per_s=_rounded(bytes_per_s), latency_s=_rounded(latency_s), source=source)
+
+
+def _message_link(progress: Callable[[str], None]) -> Link:
+    progress("measuring messages between workers that compute")
+    times = message_times(timeout_s=TIMEOUT_S)
+    bytes_per_s, latency_s = fit_link(times.seconds)
+    return Link(
+        bytes_per_s=_rounded(bytes_per_s),
+        latency_s=_rounded(latency_s),
+        send_s=_rounded(times.send_s),
+        source="measured: gloo messages between two workers of this machine, in the middle of training steps",
+    )
 
 
 def _on_cores(link: Link, num_workers: int, *, measure: bool, progress: Callable[[str], None]) -> Link:

@@ -6,13 +6,15 @@ workers run small training steps, in turns without and with a reduction of each 
 longer is what it costs. They run as workers of a run do (`cores.py`), and copy gradients together before, as those do.
 """
 
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 from burstpool.cluster.cores import calm_gloo, claim_core
 from burstpool.cluster.measure import run_workers
@@ -53,6 +55,23 @@ def _reduce_times(num_workers: int, counts: list[int], timeout_s: float) -> Redu
 
 
 def _measure(rank: int, num_workers: int, counts: list[int], meeting_point: str, timeout_s: float) -> ReduceTimes:
+    import torch.distributed as dist
+
+    with joined_by_gloo(rank, num_workers, meeting_point, timeout_s, counts=counts) as groups:
+        found = {}
+        for count, group in groups.items():
+            dist.barrier()
+            if rank < count:
+                found[count] = _longer_steps(group)
+        dist.barrier()
+        return found
+
+
+@contextlib.contextmanager
+def joined_by_gloo(
+    rank: int, num_workers: int, meeting_point: str, timeout_s: float, *, counts: Sequence[int] = ()
+) -> Iterator[dict[int, Any]]:
+    """Meets the other workers, as those of a run do; gives groups of the first so many of them."""
     import torch
     import torch.distributed as dist
 
@@ -70,13 +89,7 @@ def _measure(rank: int, num_workers: int, counts: list[int], meeting_point: str,
         )
         groups = {count: dist.new_group(list(range(count))) for count in counts}
     try:
-        found = {}
-        for count, group in groups.items():
-            dist.barrier()
-            if rank < count:
-                found[count] = _longer_steps(group)
-        dist.barrier()
-        return found
+        yield groups
     finally:
         dist.destroy_process_group()
 
@@ -85,7 +98,7 @@ def _longer_steps(group: "object") -> dict[int, float]:
     """Bytes → what a step takes longer: turn by turn, and the median of the turns."""
     import torch
 
-    compute = _small_step()
+    compute = small_step()
     gradients = {size: torch.zeros(size // 4) for size in REDUCED_BYTES}
     flat = {size: torch.zeros(size // 4) for size in REDUCED_BYTES}
     longer: dict[int, list[float]] = {size: [] for size in REDUCED_BYTES}
@@ -117,7 +130,7 @@ def _turn(compute: Callable[[], None], gradient: "object", flat: "object", group
     return statistics.median(times[1:])
 
 
-def _small_step() -> Callable[[], None]:
+def small_step() -> Callable[[], None]:
     """Forward and backward of a few small convolutions, about 2 ms."""
     import torch
     from torch import nn

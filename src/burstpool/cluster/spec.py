@@ -392,6 +392,8 @@ def _link_table(link: Link) -> dict[str, Any]:
     table: dict[str, Any] = {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
     if link.shares_compute:
         table["shares_compute"] = True
+    if link.send_s:
+        table["send_s"] = link.send_s
     if link.reduce_s:
         table["reduce_s"] = {
             str(n): {str(b): s for b, s in sorted(t.items())} for n, t in sorted(link.reduce_s.items())

@@ -13,10 +13,10 @@ Assumed:
   gradient and optimizer state and writes parameter and state, so it moves (3 + 2 × slots) times the parameters' bytes
   (slots: 0 for plain SGD, 1 for momentum, 2 for Adam).
 
-Not modelled: starting kernels beyond what the profile saw in each layer, unless the host's time was measured; compute and communication slowing each other,
-unless a link `shares_compute`; the small exchanges of batch norm over several devices; racks and oversubscribed
-switches; loading where the profile has no `load_s`; clipping by norm; that parameters of a reduction are first copied
-together, unless it was measured.
+Not modelled: starting kernels beyond what the profile saw in each layer, unless the host's time was measured; compute
+and communication slowing each other, unless a link `shares_compute`; the small exchanges of batch norm over several
+devices; racks and oversubscribed switches; loading where the profile has no `load_s`; clipping by norm; that parameters
+of a reduction are first copied together, unless it was measured.
 """
 
 import math

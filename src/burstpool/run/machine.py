@@ -2,8 +2,8 @@
 
 Detection (`cluster/detect.py`) measures cores and links. A step also takes the time in which the executor looks up what
 comes next, hands values on, keeps its records and starts autograd, once a step and once a block. It is the same for
-every model, so it is measured on one that computes next to nothing: profiled, predicted and then trained in one process,
-as one block and as several. What training takes longer than predicted is the host's.
+every model, so it is measured on one that computes next to nothing: profiled, predicted and then trained in one
+process, as one block and as several. What training takes longer than predicted is the host's.
 
 Takes what `detect` takes. Returns a ClusterSpec. On CUDA, where the device works while the host goes on, nothing is
 added.
@@ -40,8 +40,8 @@ from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import predict
 
 _BATCH, _WIDTH, _LAYERS = 8, 16, 8
-_STEPS = 150
-_TURNS = 3
+_STEPS = 120
+_TURNS = 5
 """Other programs disturb one of them and not the median."""
 _CORE = "cpu-core"
 
@@ -122,13 +122,11 @@ def _small_job() -> Job:
 
 def _measure(_rank: int, timeout_s: float) -> HostTimes:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
     try:
         job = _small_job()
         graph = trace_job(job).graph
-        turns = [[_longer_s(job, graph, blocks) for blocks in (1, _LAYERS)] for _ in range(_TURNS)]
+        turns = [_longer_s(job, graph) for _ in range(_TURNS)]
     finally:
         dist.destroy_process_group()
     one_s, all_s = (statistics.median(found) for found in zip(*turns, strict=True))
@@ -136,13 +134,24 @@ def _measure(_rank: int, timeout_s: float) -> HostTimes:
     return HostTimes(step_s=max(0.0, one_s - block_s), block_s=block_s)
 
 
-def _longer_s(job: Job, graph: LayerGraph, num_blocks: int) -> float:
-    """How much longer a step takes than is predicted from a profile taken right before."""
+def _longer_s(job: Job, graph: LayerGraph) -> tuple[float, float]:
+    """How much longer steps of one and of many blocks take than is predicted from a profile taken right before."""
     profile = profile_job(job, batches=[_BATCH], use_cache=False)
+    cost = CostModel(profile, ClusterSpec.uniform(_CORE, devices_per_node=1))
+    longer = []
+    for num_blocks in (1, _LAYERS):
+        plan = _plan(graph, num_blocks)
+        predicted_s = predict(plan, cost, dataflow(plan, graph)).step_time_s
+        assert predicted_s is not None
+        longer.append(_trained_s(job, plan, graph) - predicted_s)
+    return longer[0], longer[1]
+
+
+def _plan(graph: LayerGraph, num_blocks: int) -> Plan:
     layers = [layer.name for layer in graph.layers]
     each = len(layers) // num_blocks
-    plan = Plan(
-        model=profile.model,
+    return Plan(
+        model=graph.model,
         strategy="data",
         num_devices=1,
         batch=_BATCH,
@@ -153,10 +162,6 @@ def _longer_s(job: Job, graph: LayerGraph, num_blocks: int) -> float:
             for first in range(0, len(layers), each)
         ),
     )
-    cluster = ClusterSpec.uniform(_CORE, devices_per_node=1)
-    predicted = predict(plan, CostModel(profile, cluster), dataflow(plan, graph))
-    assert predicted.step_time_s is not None
-    return _trained_s(job, predicted, graph) - predicted.step_time_s
 
 
 def _trained_s(job: Job, plan: Plan, graph: LayerGraph) -> float:

@@ -222,8 +222,8 @@ class _Compiler:
             self.transfers.append(self._message(source, destination, num_bytes))
         if action.kind is Kind.RECEIVE:
             return Operation(RECEIVE, index, 0.0, action.kind.value, action.block, action.minibatch)
-        shares = self.cost.cluster.link(source, destination).shares_compute
-        seconds = self.transfers[index].hold_s if shares else 0.0
+        link = self.cost.cluster.link(source, destination)
+        seconds = link.send_s + self.transfers[index].hold_s if link.shares_compute else 0.0
         return Operation(SEND, index, seconds, action.kind.value, action.block, action.minibatch)
 
     def _message(self, source: int, destination: int, num_bytes: int) -> Transfer:
