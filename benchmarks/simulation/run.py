@@ -6,18 +6,22 @@
 Measures the cores and their link; then, in rounds, starts workers for each model, which a few times in turn profile it,
 predict its step, train, and note the ratio. A prediction uses nothing of the run it predicts: only what was measured of
 the machine at first, and the profile taken just before. The case's error is that of the median ratio over all turns, so
-that a disturbance that hits a profile or a run spoils some turns only. Plans are data parallelism, and ones that
-regroup: the middle of the model on two devices, its ends on one. At most as many workers as cores. Bar: median error at
-most 10%, worst 20%, over at least 12 cases. One JSON line at the end.
+that a disturbance that hits a profile or a run spoils some turns only; a turn in which other programs used the cores is
+taken again, whatever came out. Plans are data parallelism, and ones that regroup: the middle of the model on two
+devices, its ends on one. At most as many workers as cores. Bar: median error at most 10%, worst 20%, over at least 12
+cases. One JSON line at the end.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +53,8 @@ _RUN_S = 0.8
 _LEAST_STEPS, _MOST_STEPS = 24, 600
 _TURNS = 3
 """Of profiling and training, in each round's processes."""
+_OTHERS, _AGAIN = 0.05, 3
+"""Cores that other programs may use in a turn; how often one is taken again at most."""
 # Exchanges of batch norm and masks of the whole minibatch are not modelled: both local, as DDP has them.
 _OPTIONS = RunOptions(batch_norm="local", dropout="local", checkpoint_every=0, timeout_s=120)
 
@@ -98,7 +104,30 @@ def measure(place: Place, work: Work) -> list[Times]:
     job = dataclasses.replace(load_job(f"zoo:{work.case.model}", work.case.settings), batch=work.case.batch)
     graph = trace_job(job).graph
     with joined(place, _OPTIONS) as seat:
-        return [_turn(work, job, graph, place, seat) for _ in range(_TURNS)]
+        return [_undisturbed(lambda: _turn(work, job, graph, place, seat)) for _ in range(_TURNS)]
+
+
+def _undisturbed(turn: Callable[[], Times]) -> Times:
+    """Takes the turn until other programs keep still; all ranks agree on when."""
+    for _ in range(_AGAIN + 1):
+        start, busy_s, own_s = time.perf_counter(), _busy_s(), time.process_time()
+        times = turn()
+        own = torch.tensor(time.process_time() - own_s, dtype=torch.float64)
+        dist.all_reduce(own)
+        others = torch.tensor((_busy_s() - busy_s - own.item()) / (time.perf_counter() - start))
+        dist.broadcast(others, src=0)
+        if others <= _OTHERS:
+            break
+    return times
+
+
+def _busy_s() -> float:
+    """Seconds in which cores did anything, or were taken away by a hypervisor; 0 where the system does not say."""
+    try:
+        user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    except OSError:
+        return 0.0
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def _turn(work: Work, job: Job, graph: LayerGraph, place: Place, seat: Any) -> Times:

@@ -36,7 +36,13 @@ lines = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(
 )
 rates = st.floats(min_value=1e-3, max_value=1e18)
 flops = st.dictionaries(st.sampled_from(DTYPES), rates, min_size=1)
-links = st.builds(Link, bytes_per_s=rates, latency_s=st.floats(min_value=0, max_value=10), source=st.just("") | lines)
+links = st.builds(
+    Link,
+    bytes_per_s=rates,
+    latency_s=st.floats(min_value=0, max_value=10),
+    send_s=st.floats(min_value=0, max_value=10),
+    source=st.just("") | lines,
+)
 
 
 @st.composite
@@ -51,6 +57,8 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
             memory_bytes_per_s=draw(rates),
             flops_per_s=draw(flops),
             multiprocessors=draw(st.none() | st.integers(1, 500)),
+            host_step_s=draw(st.none() | st.floats(0, 1)),
+            host_block_s=draw(st.none() | st.floats(0, 1)),
             source=draw(lines),
         )
         for name in own_names
@@ -255,6 +263,7 @@ FIGURES_MISTAKES = {
     "an unknown key": ('name = "T4"\nflops_per_s = { float32 = 1e12 }', "device_types[0].flops_per_s.float32"),
     "no memory": ('name = "T4"\nmemory_bytes = 0', "device_types[0]: memory_bytes=0 must be more than 0"),
     "more memory than there is": ('name = "T4"\nmemory_bytes = 1' + "0" * 400, "must be more than 0 and less"),
+    "host's time below nothing": ('name = "T4"\nhost_step_s = -1.0', "host_step_s=-1.0 must be 0 or more"),
     "no multiprocessors": ('name = "T4"\nmultiprocessors = 0', "multiprocessors=0 must be at least 1"),
     "twice": ('name = "T4"\n[[device_types]]\nname = "t4"', 'device type "t4" is described 2 times'),
     "no source": ('name = "T4"\nsource = ""', "source of a device type=''"),

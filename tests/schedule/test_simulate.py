@@ -89,6 +89,31 @@ def test_a_send_keeps_its_device_where_links_share_compute() -> None:
     assert spans(timeline, 1)[-1] == ("step b", 13, 14)
 
 
+def test_starting_to_send_keeps_the_sender_and_not_the_message() -> None:
+    # Half a second more than the 2 s of its bytes before device 0 computes on; device 1 has its samples at 7 as before.
+    case = plan(block("a", on(4, 0)), block("b", on(4, 0, 1)))
+    starts = {}
+    for send_s in (0.0, 0.5):
+        timeline = run(case, where=on_cores(send_s=send_s))
+        starts[send_s] = [spans(timeline, device)[place][1].expected for device, place in ((0, 1), (1, 0))]
+    assert starts[0.0] == [pytest.approx(6), pytest.approx(7)]
+    assert starts[0.5] == [pytest.approx(6.5), pytest.approx(7)]
+
+
+def test_the_host_takes_its_time_once_a_step_and_in_every_block() -> None:
+    # 2 samples: 1 s a step first, then half of 3 s with each block's forward and half with its backward.
+    where = cluster()
+    figures = tuple(replace(each, host_step_s=1.0, host_block_s=3.0) for each in where.device_types)
+    timeline = run(plan(block("a", on(2, 0)), block("b", on(2, 0))), where=replace(where, device_types=figures))
+    assert spans(timeline, 0)[:4] == [
+        ("forward a", 1, 4.5),
+        ("forward b", 4.5, 8),
+        ("backward b", 8, 13.5),
+        ("backward a", 13.5, 19),
+    ]
+    assert timeline.step_time_s == pytest.approx(21)
+
+
 def test_loading_comes_first_and_the_measured_optimizer_steps() -> None:
     # 2 samples are loaded in 2 s; the optimizer changes 50 bytes a second: 2 s for 100.
     measured = replace(units("a"), load_s={1: 1.0, 100: 100.0}, update_bytes_per_s=50.0)

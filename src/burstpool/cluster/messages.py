@@ -13,10 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from burstpool.cluster.cores import let_gloo_run
 from burstpool.cluster.measure import run_workers
 from burstpool.cluster.reductions import joined_by_gloo, small_step
+
+if TYPE_CHECKING:
+    import torch
 
 SENT_BYTES = (1 << 10, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 """Sizes that are measured: what small blocks hand on, up to where only the rate counts."""
@@ -53,13 +57,14 @@ def _message_times(timeout_s: float) -> MessageTimes:
             2,
             os.path.join(folder, "store"),
             timeout_s,
+            _TURNS,
             what="measurement of messages",
             timeout_s=timeout_s,
         )
     return answers[0]  # type: ignore[no-any-return]
 
 
-def _measure(rank: int, meeting_point: str, timeout_s: float) -> MessageTimes:
+def _measure(rank: int, meeting_point: str, timeout_s: float, turns: int) -> MessageTimes:
     import torch
     import torch.distributed as dist
 
@@ -67,7 +72,7 @@ def _measure(rank: int, meeting_point: str, timeout_s: float) -> MessageTimes:
         compute, calls_s = small_step(), []
         messages = {size: torch.zeros(size // 4) for size in SENT_BYTES}
         longer: dict[int, list[float]] = {size: [] for size in SENT_BYTES}
-        for turn in range(_TURNS + 1):
+        for turn in range(turns + 1):
             alone = torch.tensor(_alone_s(compute))
             dist.all_reduce(alone)  # both workers' steps are part of a round
             for size in SENT_BYTES:
@@ -93,7 +98,7 @@ def _alone_s(compute: Callable[[], None]) -> float:
     return statistics.median(times[1:])
 
 
-def _turn(rank: int, compute: Callable[[], None], message: "object", steps: int) -> tuple[float, float]:
+def _turn(rank: int, compute: Callable[[], None], message: "torch.Tensor", steps: int) -> tuple[float, float]:
     """Median seconds of a round, there and back, and of starting to send."""
     import torch
     import torch.distributed as dist
@@ -102,7 +107,7 @@ def _turn(rank: int, compute: Callable[[], None], message: "object", steps: int)
     rounds_s, calls_s = [], []
     for _ in range(steps):
         start = time.perf_counter()
-        answer = torch.empty_like(message)  # type: ignore[call-overload]
+        answer = torch.empty_like(message)
         taken = dist.irecv(answer, 1 - rank)
         assert taken is not None
         if rank == 1:
@@ -110,7 +115,7 @@ def _turn(rank: int, compute: Callable[[], None], message: "object", steps: int)
         compute()
         before = time.perf_counter()
         let_gloo_run()
-        sent = dist.isend(message, 1 - rank)  # type: ignore[arg-type]
+        sent = dist.isend(message, 1 - rank)
         calls_s.append(time.perf_counter() - before)
         if rank == 0:
             taken.wait()

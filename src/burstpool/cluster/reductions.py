@@ -48,13 +48,16 @@ def _reduce_times(num_workers: int, counts: list[int], timeout_s: float) -> Redu
             counts,
             os.path.join(folder, "store"),
             timeout_s,
+            _TURNS,
             what="measurement of reductions",
             timeout_s=timeout_s,
         )
     return answers[0]  # type: ignore[no-any-return]
 
 
-def _measure(rank: int, num_workers: int, counts: list[int], meeting_point: str, timeout_s: float) -> ReduceTimes:
+def _measure(
+    rank: int, num_workers: int, counts: list[int], meeting_point: str, timeout_s: float, turns: int
+) -> ReduceTimes:
     import torch.distributed as dist
 
     with joined_by_gloo(rank, num_workers, meeting_point, timeout_s, counts=counts) as groups:
@@ -62,7 +65,7 @@ def _measure(rank: int, num_workers: int, counts: list[int], meeting_point: str,
         for count, group in groups.items():
             dist.barrier()
             if rank < count:
-                found[count] = _longer_steps(group)
+                found[count] = _longer_steps(group, turns)
         dist.barrier()
         return found
 
@@ -94,7 +97,7 @@ def joined_by_gloo(
         dist.destroy_process_group()
 
 
-def _longer_steps(group: "object") -> dict[int, float]:
+def _longer_steps(group: "object", turns: int) -> dict[int, float]:
     """Bytes → what a step takes longer: turn by turn, and the median of the turns."""
     import torch
 
@@ -102,7 +105,7 @@ def _longer_steps(group: "object") -> dict[int, float]:
     gradients = {size: torch.zeros(size // 4) for size in REDUCED_BYTES}
     flat = {size: torch.zeros(size // 4) for size in REDUCED_BYTES}
     longer: dict[int, list[float]] = {size: [] for size in REDUCED_BYTES}
-    for turn in range(_TURNS + 1):
+    for turn in range(turns + 1):
         alone_s = _turn(compute, None, None, group, _STEPS)
         for size in REDUCED_BYTES:
             steps = max(4, _STEPS >> max(0, size.bit_length() - 19))

@@ -402,9 +402,8 @@ def _link_table(link: Link) -> dict[str, Any]:
 
 
 def _figures_table(figures: DeviceFigures) -> dict[str, Any]:
-    keys = ("name", "memory_bytes", "memory_bytes_per_s", "flops_per_s", "multiprocessors")
-    keys += ("host_step_s", "host_block_s", "source")
-    table = {key: getattr(figures, key) for key in keys}
+    rates = ("memory_bytes", "memory_bytes_per_s", "flops_per_s", "multiprocessors", "host_step_s", "host_block_s")
+    table = {key: getattr(figures, key) for key in ("name", *rates, "source")}
     return {key: value for key, value in table.items() if value is not None and value != {}}
 
 

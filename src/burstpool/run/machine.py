@@ -81,9 +81,9 @@ class HostTimes:
     """A block of it, forward and backward."""
 
 
-def host_times(*, timeout_s: float) -> HostTimes:
+def host_times(*, timeout_s: float, turns: int = _TURNS) -> HostTimes:
     """Measured in a process of its own, in a few seconds."""
-    (found,) = run_workers(_measure, 1, timeout_s, what="measurement of the host", timeout_s=timeout_s)
+    (found,) = run_workers(_measure, 1, timeout_s, turns, what="measurement of the host", timeout_s=timeout_s)
     return found  # type: ignore[no-any-return]
 
 
@@ -120,16 +120,17 @@ def _small_job() -> Job:
     )
 
 
-def _measure(_rank: int, timeout_s: float) -> HostTimes:
+def _measure(_rank: int, timeout_s: float, turns: int) -> HostTimes:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
     try:
         job = _small_job()
         graph = trace_job(job).graph
-        turns = [_longer_s(job, graph) for _ in range(_TURNS)]
+        longer = [_longer_s(job, graph) for _ in range(turns)]
     finally:
         dist.destroy_process_group()
-    one_s, all_s = (statistics.median(found) for found in zip(*turns, strict=True))
+    one_s, all_s = (statistics.median(found) for found in zip(*longer, strict=True))
     block_s = max(0.0, (all_s - one_s) / (_LAYERS - 1))
     return HostTimes(step_s=max(0.0, one_s - block_s), block_s=block_s)
 

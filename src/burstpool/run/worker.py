@@ -81,7 +81,10 @@ def train_at(seat: Seat, place: Place, task: Task) -> WorkerResult:
     job = task.job.load() if isinstance(task.job, JobSource) else task.job
     place.doing.say(phrase("tracing the model"))
     executor, loader = set_up(job, task.plan, task.schedule, task.options, seat)
-    return _Training(place, task, job, executor, loader).run()
+    result = _Training(place, task, job, executor, loader).run()
+    executor.part.groups.close()  # else every run in a process leaves threads behind that wake now and then
+    gc.unfreeze()
+    return result
 
 
 class _Training:
