@@ -39,8 +39,13 @@ def test_nothing_is_measured_unless_asked() -> None:
     )
 
 
+def _threads_left(place: Place, folder: str) -> tuple[list[int], list[str]]:
+    """How many threads this process has after each of some runs, and which it has when it has left the others."""
+    counts = _train_again_and_again(place, folder)
+    return counts, [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
 def _train_again_and_again(place: Place, folder: str) -> list[int]:
-    """Threads of this process after each run."""
     options = RunOptions(checkpoint_every=0, timeout_s=20)
     job = small_job()
     graph = trace_job(job).graph
@@ -63,12 +68,13 @@ def _train_again_and_again(place: Place, folder: str) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_runs_in_one_process_leave_no_threads_behind(tmp_path: Path) -> None:
-    workers = LocalEngine().start(_train_again_and_again, str(tmp_path), num_workers=2, silence_s=60)
+    workers = LocalEngine().start(_threads_left, str(tmp_path), num_workers=2, silence_s=60)
     found: list[Any] | None = None
     try:
         while (found := workers.results()) is None:
             workers.poll(0.5)
     finally:
         workers.terminate()
-    for counts in found:
+    for counts, names in found:
         assert counts[-1] == counts[0]
+        assert not [name for name in names if "gloo" in name]  # one of these could end the interpreter with an abort

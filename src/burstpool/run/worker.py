@@ -78,12 +78,20 @@ def work(place: Place, task: Task) -> WorkerResult:
 
 def train_at(seat: Seat, place: Place, task: Task) -> WorkerResult:
     """The same, among workers that have met."""
+    result = _trained(seat, place, task)
+    # What a run leaves refers to itself in circles. Until those are gone its process groups keep their threads, which
+    # wake now and then, and one that lets go of a tensor while the interpreter ends takes the process down.
+    gc.unfreeze()
+    gc.collect()
+    return result
+
+
+def _trained(seat: Seat, place: Place, task: Task) -> WorkerResult:
     job = task.job.load() if isinstance(task.job, JobSource) else task.job
     place.doing.say(phrase("tracing the model"))
     executor, loader = set_up(job, task.plan, task.schedule, task.options, seat)
     result = _Training(place, task, job, executor, loader).run()
-    executor.part.groups.close()  # else every run in a process leaves threads behind that wake now and then
-    gc.unfreeze()
+    executor.part.groups.close()
     return result
 
 
