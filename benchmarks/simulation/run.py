@@ -2,6 +2,8 @@
 
     python benchmarks/simulation/run.py                                all cases, about 10 minutes
     python benchmarks/simulation/run.py --devices 2 --only resnet      a part of them
+    burstpool cluster --detect --device cpu --devices 2 -o two.toml    for several calls with one measured machine:
+    python benchmarks/simulation/run.py --cluster two.toml --only vgg
 
 Measures the cores and their link; then, in rounds, starts workers for each model, which a few times in turn profile it,
 predict its step, train, and note the ratio. A prediction uses nothing of the run it predicts: only what was measured of
@@ -19,7 +21,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ from burstpool.schedule.simulate import predict
 _RUN_S = 0.8
 """About how long a run lasts, by its prediction."""
 _LEAST_STEPS, _MOST_STEPS = 24, 600
-_TURNS = 3
+_TURNS = 5
 """Of profiling and training, in each round's processes."""
 _OTHERS, _AGAIN = 0.05, 3
 """Cores that other programs may use in a turn; how often one is taken again at most."""
@@ -218,21 +220,28 @@ def _row(case: Case, cluster: ClusterSpec, found: Sequence[Times]) -> dict[str, 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--devices", type=int, action="append", help="only with so many workers")
+    parser.add_argument("--cluster", action="append", help="instead of measuring, a file measured just before")
     parser.add_argument("--only", action="append", help="only cases whose name contains this")
     options = parser.parse_args()
     rows = []
-    for devices in options.devices or range(1, min(num_cores(), 2) + 1):
-        wanted = [*CASES, *(REGROUPED if devices > 1 else ())]
+    for cluster in _clusters(options):
+        wanted = [*CASES, *(REGROUPED if cluster.num_devices > 1 else ())]
         cases = [case for case in wanted if not options.only or any(part in str(case) for part in options.only)]
-        if cases:
-            cluster = this_machine(device="cpu", num_devices=devices)
-            rows += run(cases, cluster, options.rounds)
+        rows += run(cases, cluster, options.rounds)
     for row in rows:
         print(*(f"{row[key]!s:>{width}}" for key, width in _COLUMNS.items()), row["errors"])
     errors = sorted(abs(row["error"]) for row in rows)
     print(json.dumps({"cases": rows, "median_error": statistics.median(errors), "worst_error": errors[-1]}))
+
+
+def _clusters(options: argparse.Namespace) -> Iterator[ClusterSpec]:
+    if options.cluster:
+        yield from map(ClusterSpec.load, options.cluster)
+        return
+    for devices in options.devices or range(1, min(num_cores(), 2) + 1):
+        yield this_machine(device="cpu", num_devices=devices)
 
 
 _COLUMNS = {"case": 28, "devices": 2, "batch": 4, "predicted_ms": 9, "measured_ms": 9, "error": 7}
