@@ -12,8 +12,8 @@ state. Discrete-event and exact for what it models:
   wait there already delay it, those that come later pause it.
 
 Not modelled: what the cost model does not; messages that share a link's rate (they queue, which moves as many bytes in
-the same time); that a reduction hinders compute; the host's time to start actions; that devices wait for each other
-inside batch norm; jitter. Waves (push, pull) are not simulated yet.
+the same time); that a reduction hinders compute; the host's time to start single actions, beyond what it takes a step
+and a block; that devices wait for each other inside batch norm; jitter. Waves (push, pull) are not simulated yet.
 """
 
 from collections.abc import Iterator, Sequence
