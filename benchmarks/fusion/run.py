@@ -69,6 +69,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="workloads, by commas")
     parser.add_argument("--without", default="", help="ways to leave out, by commas")
     parser.add_argument("--members", default="", help="sizes of an array to try, by commas")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out of ours")
     parser.add_argument("--hfta", default="", help="a checkout of UofT-EcoSystem/hfta, to be measured beside")
     parser.add_argument("--seconds", type=float, default=200.0, help="for all of the CUDA part")
     parser.add_argument("--build-seconds", type=float, default=150.0, help="after which measuring begins at the latest")
@@ -180,6 +181,7 @@ def run_part(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     name, part = options.only[0], options.part
     made = task(name, torch.device("cuda"), torch.bfloat16 if options.dtype == "bf16" else None)
+    made.compiled &= not options.no_compile
     ways = dict(CUDA_WAYS)
     if part == "hfta":
         if not options.hfta or not hfta_code.known(name):
@@ -261,7 +263,7 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--device", "cuda", "--dtype", options.dtype, "--only", name, "--part", part]
     command += ["--without", ",".join(options.without), "--members", ",".join(map(str, options.members))]
-    command += ["--hfta", options.hfta]
+    command += ["--hfta", options.hfta, *(["--no-compile"] if options.no_compile else [])]
     with (folder / f"{name}-{part}").open("wb") as output, (folder / f"{name}-{part}.err").open("wb") as errors:
         return subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
 

@@ -195,7 +195,7 @@ def ours(task: Task, members: int) -> Made:
     recorded_array(task, _fused(task, 2, "measured"), compiled=False)  # compiles our kernels into their cache
     array = _fused(task, members, "fastest")
     ways, _ = compiled_ways(array, task.job.loss, (task.inputs, (task.target,)), autocast=task.dtype)
-    for way in ways.values():
+    for way in ways.values() if task.compiled else ():
         with contextlib.suppress(Exception):  # a way that cannot be had; the step says why
             way(task.inputs, [task.target])
     array.optimizers[0].zero_grad()
@@ -203,7 +203,7 @@ def ours(task: Task, members: int) -> Made:
     torch.cuda.empty_cache()
 
     def ready() -> tuple[Step, int]:
-        step = recorded_array(task, array, compiled=True)
+        step = recorded_array(task, array, compiled=task.compiled)
         replay: Any = lambda: step(task.inputs, task.target)  # noqa: E731
         choices = [str(plan.choice) for plan in array.mode.plans() if plan.choice]
         replay.choice = ", ".join([step.way, *choices, *(f"no {way}: {why}" for way, why in step.left_out.items())])

@@ -20,6 +20,8 @@ class Workload:
     """Sizes of an array that are tried on CUDA, ours; others are tried with the smaller ones."""
     small: int = 8
     """Members for the ways that hold B separate models."""
+    compiled: bool = True
+    """Whether ours tries torch.compile; it takes minutes over some."""
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -29,7 +31,10 @@ WORKLOADS: dict[str, Workload] = {
     "dcgan_g": Workload(zoo="dcgan_generator", members=(32,)),
     "resnet18": Workload(zoo="resnet18", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(32,)),
     "mobilenet_v3_large": Workload(
-        zoo="mobilenet_v3_large", settings={"image_size": 32, "num_classes": 10, "batch": 128}, members=(32,)
+        zoo="mobilenet_v3_large",
+        settings={"image_size": 32, "num_classes": 10, "batch": 128},
+        members=(32,),
+        compiled=False,
     ),
     "transformer": Workload(zoo="transformer", members=(16,)),
     "bert_medium": Workload(zoo="bert_medium", members=(8,), small=4),
@@ -61,6 +66,8 @@ class Task:
     device: torch.device
     dtype: torch.dtype | None
     """Of autocast; None for float32."""
+    compiled: bool = True
+    """Whether ours tries torch.compile."""
 
     @property
     def batch(self) -> int:
@@ -78,7 +85,7 @@ def task(name: str, device: torch.device, dtype: torch.dtype | None) -> Task:
     workload = (CPU_WORKLOADS if device.type == "cpu" else WORKLOADS)[name]
     job = wide_mlp() if name == "mlp784" else load_job(f"zoo:{workload.zoo}", dict(workload.settings))
     inputs, target = job.samples(job.batch)
-    return Task(name, job, moved(inputs, device), moved(target, device), device, dtype)
+    return Task(name, job, moved(inputs, device), moved(target, device), device, dtype, workload.compiled)
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -37,7 +37,7 @@ FOREGROUNDS = (
 BACKGROUNDS = "resnet50:32,resnet18:8,array:16"
 BUDGETS = (1.05, 1.10, 1.20)
 MPS_PERCENT = (100, 50, 30, 10)
-LEAST_STEPS = 120
+LEAST_STEPS = 80
 LEAD_S = 0.1
 """How long a background process runs before the foreground's."""
 MPS_FOLDER = "/tmp/burstpool-mps"
