@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from burstpool.fusion import fuse, kernels
+from burstpool.fusion.optim import make_optimizer
 from burstpool.fusion.step import RecordedStep
 
 pytestmark = [
@@ -237,3 +238,21 @@ def plain_step(array: Any, optimizer: Any) -> Callable[[Tensor, Tensor], Tensor]
         return losses.detach()
 
     return step
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_gradients_with_gaps_between_members_update_as_others_do(optimizer: Any) -> None:
+    found = []
+    for apart in (False, True):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(3, 5, 4, device="cuda"))
+        made = make_optimizer(
+            optimizer, {"w": weight}, {"lr": 0.1}, active=torch.ones(3, dtype=torch.bool, device="cuda")
+        )
+        made.recorded = True
+        for _ in range(3):
+            gradient = torch.randn(3, 8, 4, device="cuda")[:, :5]
+            weight.grad = gradient if apart else gradient.contiguous()
+            made.step()
+        found.append(weight.detach().clone())
+    assert torch.equal(found[0], found[1])

@@ -190,5 +190,6 @@ def apply(
         parameter = parameters[key]
         assert parameter.grad is not None
         values = parameter.detach().view(members, -1)
-        run(values, parameter.grad.reshape(members, -1), offset)
+        # A gradient may lie in memory as it likes, with gaps between members even where it can be viewed so.
+        run(values, parameter.grad.reshape(members, -1).contiguous(), offset)
         offset += values.shape[1]
