@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from burstpool.fusion import fuse
-from burstpool.fusion.rules import RULES, norms
+from burstpool.fusion.rules import RULES, Run, norms
+from burstpool.fusion.rules.depthwise import depthwise_kernel
 from burstpool.fusion.rules.window import _touched
+from burstpool.fusion.streams import Streams
 
 pytestmark = pytest.mark.filterwarnings("ignore:dropout2d. Received a 2-D input")
 
@@ -541,3 +543,30 @@ def test_a_number_tensor_does_not_widen_the_type_of_others() -> None:
 
     array = assert_same_step(lambda seed: Calls(lambda w, x: mixed(w, x).double() * 0 + w, 5), rows(6, 5))
     assert len(array) == 3
+
+
+@pytest.mark.parametrize("layout", [None, torch.channels_last])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_depthwise_kernel_of_a_gpu_gives_each_member_its_own(
+    layout: torch.memory_format | None, bias: bool, batched: bool
+) -> None:
+    """What is chosen on a GPU, here on the CPU: gradients of the input, the weights and the biases included."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=4, bias=bias).double() for _ in range(3)]
+    x = torch.randn(3, 2, 4, 7, 6, dtype=torch.float64, requires_grad=True)
+    w = torch.stack([layer.weight for layer in layers]).detach().requires_grad_()
+    b = torch.stack([layer.bias for layer in layers]).detach().requires_grad_() if bias else None
+    run = Run(members=3, streams=Streams([], torch.device("cpu")))
+    y = depthwise_kernel(batched, layout)(run, x if batched else x[0], w, b, [2, 2], [1, 1], [1, 1], 4)
+    y.square().sum().backward()
+    for i, layer in enumerate(layers):
+        alone = x.detach()[i if batched else 0].clone().requires_grad_()
+        expected = layer(alone)
+        torch.testing.assert_close(y[i], expected)
+        expected.square().sum().backward()
+        torch.testing.assert_close(w.grad[i], layer.weight.grad)
+        if bias:
+            torch.testing.assert_close(b.grad[i], layer.bias.grad)
+        if batched:
+            torch.testing.assert_close(x.grad[i], alone.grad)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from burstpool.fusion.rules.base import Call, Kernel, Lowered, Rule, Run, autocast_dtype, with_members
 from burstpool.fusion.rules.concurrent import side_by_side
+from burstpool.fusion.rules.depthwise import depthwise_kernel
 from burstpool.fusion.rules.layout import channels_folded, channels_unfolded
 from burstpool.fusion.rules.products import covering_product, point_product, spreading_product
 from burstpool.fusion.rules.window import Window, window
@@ -99,8 +100,9 @@ def _ways(convolution: _Convolution, batched: bool, rank: int, device: str, *, d
     ways: dict[str, Kernel] = {"": _grouped(convolution, batched, None)}
     if rank in _LAST:
         ways["channels_last"] = _grouped(convolution, batched, _LAST[rank])
-    if device == "cuda" and depthwise:
-        return ways  # members' channels side by side are what the kernels are made for
+    if device == "cuda" and depthwise and convolution.op is aten.conv2d.default:
+        # Members' channels side by side are what these kernels are made for.
+        return {"": depthwise_kernel(batched, None), "channels_last": depthwise_kernel(batched, torch.channels_last)}
     if device == "cuda" and rank in _LAST:
         return {**ways, "streams": _loop(convolution, batched, _LAST[rank])}
     return {**ways, "loop": _loop(convolution, batched, None)}
