@@ -35,11 +35,17 @@ class Session:
     """Whose samples are loaded, and whose optimizer steps, between the steps that are measured."""
 
     def arguments(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's arguments for so many samples, on the device."""
-        return self._on_device(resize_batch(*self.traced.example, batch))  # type: ignore[no-any-return]
+        """The model's arguments for so many samples, on the device.
+
+        The job's own where it is known: max pooling takes a quarter less time for a few samples that come again.
+        """
+        found = self.job.example(batch) if self.job else resize_batch(*self.traced.example, batch)
+        return self._on_device(found)  # type: ignore[no-any-return]
 
     def targets(self, batch: int) -> Any:
         """The loss's targets for so many samples, on the device."""
+        if self.job:
+            return self._on_device(self.job.samples(batch)[1])
         return self._on_device(resize_samples(self.target, batch_of(*self.traced.example), batch))
 
     def autocasting(self) -> contextlib.AbstractContextManager[Any]:
