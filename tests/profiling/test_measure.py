@@ -1,6 +1,7 @@
 """Measuring: what a profile of a real model says, and how little measuring disturbs."""
 
 import copy
+import dataclasses
 import gc
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from burstpool.job import load_job
 from burstpool.profiling import cache
 from burstpool.profiling.measure import profile_job
 from burstpool.profiling.profile import Profile
+from burstpool.profiling.session import Session
 
 
 class Net(nn.Module):
@@ -66,6 +68,18 @@ def test_layers_add_up_to_the_whole_step_within_a_factor() -> None:
     # The benchmark holds the 10% bar; here other processes share the cores, so only a gross error shows.
     found = profile_job(load_job("zoo:tiny_vgg"), batches=[16])
     assert 0.6 < found.sum_over_step(16) < 1.6
+
+
+def test_a_job_is_measured_with_as_many_samples_of_its_own_as_a_batch_has() -> None:
+    job = load_job("zoo:tiny_vgg")
+    example, target = job.samples(2)
+    traced = burstpool.trace(job.build_model(), example)
+    alone = Session(traced=traced, device=torch.device("cpu"), autocast=None, loss=job.loss, target=target)
+    known = dataclasses.replace(alone, job=job)
+    for session, distinct in ((alone, 2), (known, 16)):
+        (images,), _ = session.arguments(16)
+        assert len(images) == len(session.targets(16)) == 16
+        assert len(images.flatten(1).unique(dim=0)) == distinct
 
 
 def test_measuring_leaves_the_model_and_the_random_numbers_as_they_were(traced: burstpool.TracedModel) -> None:
