@@ -122,7 +122,11 @@ class _Measurement:
         options += [_hardware(device, self.threads), __version__, _identity(self.session.loss), str(_backend_flags())]
         versions = [f"{name} {version}" for name, version in _versions(self.session.device).items()]
         layers = [f"{block.layers[0].name}: {block.signature()}" for block in self.blocks]
-        rest = [] if self.session.job is None else ["with the rest of a step and its own samples", _identity(self.session.job.optimizer)]
+        rest = (
+            []
+            if self.session.job is None
+            else ["with the rest of a step, its samples", _identity(self.session.job.optimizer)]
+        )
         return [*options, str(self.session.traced.graph.training), *versions, *layers, *rest]
 
     def run(self, batches: Sequence[int], progress: Progress) -> Iterator[Profile]:
