@@ -14,6 +14,8 @@ alone. Prints one JSON object on standard output, lines on standard error as the
 
 import argparse
 import collections
+import functools
+import gc
 import itertools
 import json
 import multiprocessing as mp
@@ -23,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,19 +102,34 @@ def at_work(which: Which, control: Any, stream: Any, piece_s: float) -> Any:
 
     if which.name == "array":
         settings = {"image_size": 32, "num_classes": 10}
-        one = dataclasses.replace(load_job("zoo:resnet18", settings), batch=which.batch)
+        one = dataclasses.replace(at_rest(load_job("zoo:resnet18", settings)), batch=which.batch)
         work = JobAtWork(
             str(which),
             ArrayStep([one] * ARRAY_MEMBERS, stream=stream, piece_s=piece_s, autocast="bf16"),
             FixedFeeder(one),
         )
     else:
-        job = dataclasses.replace(load_job(f"zoo:{which.name}"), batch=which.batch)
+        job = dataclasses.replace(at_rest(load_job(f"zoo:{which.name}")), batch=which.batch)
         options = RunOptions(device="cuda", autocast="bf16")
         steps = GraphStep(job, stream=stream, control=control, piece_s=piece_s, options=options)
         work = JobAtWork(str(which), steps, FixedFeeder(job))
     work.start()
+    gc.collect()
+    torch.cuda.empty_cache()  # what the eager steps had taken: many processes share the GPU's memory here
     return work
+
+
+def at_rest(job: Any) -> Any:
+    """The job with a learning rate of next to nothing: on one batch again and again it would end in NaN."""
+    import dataclasses
+
+    def optimizer(parameters: Any) -> Any:
+        made = job.optimizer(parameters)
+        for group in made.param_groups:
+            group["lr"] = 1e-9
+        return made
+
+    return dataclasses.replace(job, optimizer=optimizer, scheduler=None)
 
 
 def prepare() -> None:
@@ -461,6 +478,7 @@ def main() -> None:
     parser.add_argument("--ways", default="ours,gaps,streams,priority,processes,mps")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--at-once", type=int, default=4, help="foregrounds whose processes fit in the GPU's memory")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     foregrounds = [Which.parse(text) for text in args.foregrounds.split(",")]
@@ -476,14 +494,36 @@ def main() -> None:
         if args.out:
             args.out.write_text(json.dumps(rows))
 
+    with_mps = "mps" in ways and start_mps()
+    measure = functools.partial(
+        measure_some, backgrounds=backgrounds, ways=ways, budgets=budgets, seconds=args.seconds, mps=with_mps, note=note
+    )
+    for first in range(0, len(foregrounds), args.at_once):
+        measure(foregrounds[first : first + args.at_once])
+    if with_mps:
+        environment = {**os.environ, **mps_environment()}
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False)
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
+
+
+def measure_some(
+    foregrounds: Sequence[Which],
+    *,
+    backgrounds: Sequence[Which],
+    ways: set[str],
+    budgets: Sequence[float],
+    seconds: float,
+    mps: bool,
+    note: Callable[[Which, Which, str, dict[str, Any]], None],
+) -> None:
+    """All ways for a few foregrounds: their processes are started at once, and ended."""
     sharers = {}
     if ways & {"ours", "gaps", "streams", "priority"}:
         sharers = {str(which): Sharer(which, backgrounds) for which in foregrounds}
     players = {}
     if "processes" in ways:
         players = {("process", str(which)): Player(which) for which in {*foregrounds, *backgrounds}}
-    with_mps = "mps" in ways and start_mps()
-    if with_mps:
+    if mps:
         players.update({("mps", str(which)): Player(which, mps_percent=100) for which in foregrounds})
         for percent in MPS_PERCENT:
             players.update({(percent, str(w)): Player(w, mps_percent=percent) for w in backgrounds})
@@ -492,7 +532,8 @@ def main() -> None:
     for sharer in sharers.values():
         sharer.pipe.send("calibrate")
         sharer.wait()
-    print("all processes are ready", file=sys.stderr, flush=True)
+    free, total = torch.cuda.mem_get_info()
+    print(f"all processes are ready; {(total - free) >> 30} GiB in use", file=sys.stderr, flush=True)
     rates = {}
     for (kind, name), player in players.items():
         if kind in ("process", 100):
@@ -503,26 +544,22 @@ def main() -> None:
         if sharer is not None:
             for way in ("streams", "priority"):
                 if way in ways:
-                    note(foreground, background, way, sharer.do(way, background, 0, min(args.seconds, 0.4)))
+                    note(foreground, background, way, sharer.do(way, background, 0, min(seconds, 0.4)))
             for budget in budgets if "ours" in ways else ():
-                note(foreground, background, f"ours {budget:.2f}", sharer.do("ours", background, budget, args.seconds))
+                note(foreground, background, f"ours {budget:.2f}", sharer.do("ours", background, budget, seconds))
             if "gaps" in ways:
-                note(foreground, background, "ours 1.10, gaps", sharer.do("gaps", background, 1.10, args.seconds))
+                note(foreground, background, "ours 1.10, gaps", sharer.do("gaps", background, 1.10, seconds))
         if "processes" in ways:
             pair = players["process", str(foreground)], players["process", str(background)]
             own = rates["process", str(background)]
-            note(foreground, background, "processes", two_processes(*pair, min(args.seconds, 0.4), own))
-        for percent in MPS_PERCENT if with_mps else ():
+            note(foreground, background, "processes", two_processes(*pair, min(seconds, 0.4), own))
+        for percent in MPS_PERCENT if mps else ():
             pair = players["mps", str(foreground)], players[percent, str(background)]
             own = rates[100, str(background)]
-            note(foreground, background, f"MPS {percent}%", two_processes(*pair, min(args.seconds, 0.4), own))
+            note(foreground, background, f"MPS {percent}%", two_processes(*pair, min(seconds, 0.4), own))
     for process in (*sharers.values(), *players.values()):
         process.process.kill()
         process.process.join()
-    if with_mps:
-        environment = {**os.environ, **mps_environment()}
-        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False)
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
 
 
 if __name__ == "__main__":
