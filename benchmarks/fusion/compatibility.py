@@ -67,6 +67,13 @@ def parsed() -> argparse.Namespace:
     return options
 
 
+def reason(error: Exception) -> str:
+    """In words; how much memory every process holds is of no interest."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory, which the other processes shared"
+    return f"{type(error).__name__}: {error}"[:300]
+
+
 def known_models() -> dict[str, Build]:
     """Name → function that builds a model and an example, of benchmarks/compatibility."""
     spec = importlib.util.spec_from_file_location("compatibility_run", ROOT / "benchmarks" / "compatibility" / "run.py")
@@ -97,7 +104,7 @@ def examine(build: Build, device: str) -> dict[str, Any]:
     except Exception as error:
         return {
             "fused": False,
-            "reason": f"{type(error).__name__}: {error}"[:300],
+            "reason": reason(error),
             "seconds": time.perf_counter() - start,
         }
     ways = collections.Counter(step.lowered.way for step in array.mode.plan(frozenset()).inner())
