@@ -17,7 +17,7 @@ from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
 from burstpool.share.gpu import alone_in_a_group
 from burstpool.share.graph_steps import _Before
-from burstpool.share.moving import or_else, ran_out
+from burstpool.share.moving import Away, or_else, ran_out
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 
@@ -104,3 +104,49 @@ def test_what_an_exception_holds_on_to_is_let_go_before_anything_is_undone() -> 
     with pytest.raises(ValueError, match="could not"), or_else(lambda: seen.append(Big.alive)):
         wrapped()
     assert seen == [0]
+
+
+class Numbers:
+    """What `Away` needs of a tensor, on a GPU that is not there; `room` of them fit."""
+
+    room = 3
+    there: list["Numbers"] = []  # noqa: RUF012
+
+    def __init__(self, where: str) -> None:
+        self.device = torch.device(where)
+        Numbers.there += [self] if where == "cuda" else []
+
+    @property
+    def data(self) -> "Numbers":
+        return self
+
+    @data.setter
+    def data(self, other: "Numbers") -> None: ...
+
+    def cpu(self) -> "Numbers":
+        self.device = torch.device("cpu")
+        Numbers.there.remove(self)
+        return self
+
+    def to(self, device: torch.device) -> "Numbers":
+        if len(Numbers.there) >= Numbers.room:
+            raise torch.OutOfMemoryError("no room")
+        self.device = device
+        Numbers.there.append(self)
+        return self
+
+
+def test_tensors_of_the_gpu_go_and_come_back_and_those_of_the_host_stay() -> None:
+    cuda = torch.device("cuda", 0)
+    host, *mine = [Numbers("cpu"), *(Numbers("cuda") for _ in range(3))]
+    away, all_of_them = Away(), [host, *mine, mine[0]]  # a tied one stands there twice
+    away.take(all_of_them)  # type: ignore[arg-type]
+    assert not Numbers.there
+    other = Numbers("cuda")
+    with pytest.raises(torch.OutOfMemoryError), or_else(lambda: away.take(all_of_them)):  # type: ignore[arg-type]
+        away.bring_back(cuda)
+    assert Numbers.there == [other]  # those that had come were taken out again
+    other.cpu()
+    away.bring_back(cuda)
+    assert Numbers.there == mine
+    assert host.device.type == "cpu"

@@ -22,7 +22,7 @@ from burstpool.model.recording import recording
 from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.loading import Batch
 from burstpool.share.graph_steps import kept, times_of_pieces, times_of_steps
-from burstpool.share.moving import give_back, move, or_else, ran_out
+from burstpool.share.moving import Away, give_back, or_else, ran_out
 from burstpool.share.pieces import CutGraph, Cuts, Piece
 
 
@@ -56,6 +56,7 @@ class ArrayStep:
         self._losses = torch.zeros(len(jobs))
         self.step = 0
         """Steps that have begun."""
+        self._away = Away()
         self._cut: CutGraph | None = None
         self._cuts: Cuts | None = None
         """Where the graph was cut; known when it has left once."""
@@ -96,7 +97,7 @@ class ArrayStep:
         self._cut, self.pieces = None, []
         self._losses = self._losses.detach().cpu()
         self._optimizer.zero_grad()
-        move(self._all_tensors(), torch.device("cpu"))
+        self._away.take(self._all_tensors())
         give_back()
 
     def come_back(self) -> None:
@@ -104,8 +105,9 @@ class ArrayStep:
         random = self.array.streams.states()
         try:
             with or_else(self.leave), torch.cuda.stream(self.stream):
-                move(self._all_tensors(), self.stream.device)
+                self._away.bring_back(self.stream.device)
                 self._capture_again()
+            self._away.forget()
         finally:
             self.array.streams.restore(random)
 

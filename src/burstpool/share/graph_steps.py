@@ -26,7 +26,7 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
-from burstpool.share.moving import give_back, move, or_else, ran_out
+from burstpool.share.moving import Away, give_back, or_else, ran_out
 from burstpool.share.pieces import CutGraph, Cuts, Piece
 
 _REPEATS = 6
@@ -65,6 +65,7 @@ class GraphStep:
         self._cut: list[CutGraph] = []
         self._cuts: list[Cuts] = []
         """Where the graphs were cut, in order; known from the first capture on."""
+        self._away = Away()
         self._before: _Before | None = None
         self._loss: torch.Tensor | None = None
         self.pieces: list[Piece] = []
@@ -124,14 +125,15 @@ class GraphStep:
         self._graphs, self._cut, self.pieces, self._loss = None, [], [], None
         self.executor.update.forget()
         self.executor.passes.begin_step(())
-        move(self._all_tensors(), torch.device("cpu"))
+        self._away.take(self._all_tensors())
         give_back()
 
     def come_back(self) -> None:
         """Undoes `leave`; trains nothing. Where it raises, everything is in the host's memory as before."""
         with or_else(self.leave), torch.cuda.stream(self.stream):
-            move(self._all_tensors(), self.stream.device)
+            self._away.bring_back(self.stream.device)
             self._capture_again()
+        self._away.forget()
 
     def _capture_again(self) -> None:
         """The pieces and their times are those of the first time, unless the capture has come out otherwise."""

@@ -12,11 +12,30 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 
-def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Puts the numbers of each tensor there; strides stay. Raises what the allocator raises, with some moved."""
-    for tensor in tensors:
-        if tensor.device.type != device.type:
-            tensor.data = tensor.data.to(device)
+class Away:
+    """Tensors of a job that lie in the host's memory for a while; those that always do are left alone."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Puts the numbers of those that are on a GPU into the host's memory; strides stay."""
+        known = {id(tensor) for tensor in self._tensors}
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                tensor.data = tensor.data.cpu()
+                self._tensors += [tensor] if id(tensor) not in known else []
+                known.add(id(tensor))
+
+    def bring_back(self, device: torch.device) -> None:
+        """Puts them on the GPU again. Where the allocator raises, some are there: `take` them again."""
+        for tensor in self._tensors:
+            if tensor.device.type == "cpu":
+                tensor.data = tensor.data.to(device)
+
+    def forget(self) -> None:
+        """They are back for good."""
+        self._tensors = []
 
 
 def give_back() -> None:
