@@ -207,3 +207,11 @@ def test_pauses_are_paid_back_so_that_the_mean_holds_with_them() -> None:
     assert taken_s / (0.01 * len(simulated.slowdowns)) < 1.11
     assert simulated.p95() < 1.15
     assert sum(simulated.work[400:]) > 0.4 * sum(simulated.work[200:400]) / 200 * 2700  # and it went on meanwhile
+
+
+def test_gaps_that_nobody_can_use_do_not_keep_the_background_from_the_rest() -> None:
+    """Of a data-parallel plan that nobody measured: its devices may wait, but only for all-reduces."""
+    controller = Controller(Budget(slowdown=1.2), gaps=[Gap(length_s=0.0)])
+    found = Simulated().run(controller, 400)
+    assert sum(found.work[50:]) > 0.1 * 350
+    assert found.mean(50) < 1.21

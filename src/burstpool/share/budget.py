@@ -231,6 +231,8 @@ class Controller:
     def _take_alone(self, time_s: float) -> None:
         """A step without background is a sample of the base, and leaves its share of the budget to the others."""
         self._alone_left = max(self._alone_left - 1, 0)
+        if not self.allowance.alone:  # gaps were allowed and nobody came: they may be none, or too short for a slice
+            self._gaps_only_left = max(self._gaps_only_left - 1, 0)
         if self.base.add(time_s):
             self._forget()
         elif self.base.is_odd(time_s) and self._alone_left == 0 and self._calm >= self._patience:
