@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import statistics
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ import burstpool
 from burstpool.errors import ProfileError
 from burstpool.job import load_job
 from burstpool.profiling import cache
+from burstpool.profiling.in_step import usual_steps
 from burstpool.profiling.measure import profile_job
 from burstpool.profiling.profile import Profile
 from burstpool.profiling.session import Session
@@ -80,6 +82,17 @@ def test_a_job_is_measured_with_as_many_samples_of_its_own_as_a_batch_has() -> N
         (images,), _ = session.arguments(16)
         assert len(images) == len(session.targets(16)) == 16
         assert len(images.flatten(1).unique(dim=0)) == distinct
+
+
+def test_layers_add_up_to_a_usual_step_even_if_every_step_has_another_slow_one() -> None:
+    # 9 layers of 1 s, one of them 3 s: 11 s a step. Some steps are stalled by 50 s, and the first, which warms up.
+    parts = [[3.0 if step % 9 == layer else 1.0 for step in range(101)] for layer in range(9)]
+    for step in (0, *range(5, 100, 5)):
+        parts[0][step] += 50.0
+    steps = usual_steps([*parts, []])
+    assert 0 not in steps
+    assert sum(statistics.fmean(part[step] for step in steps) for part in parts) == pytest.approx(11)
+    assert sum(statistics.median(part) for part in parts) == pytest.approx(9)
 
 
 def test_measuring_leaves_the_model_and_the_random_numbers_as_they_were(traced: burstpool.TracedModel) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SENT_BYTES = (1 << 10, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 """Sizes that are measured: what small blocks hand on, up to where only the rate counts."""
 _TRIES = 2
-"""As for reductions: other programs can only slow messages down, so the faster try counts."""
+"""As for reductions."""
 _TURNS = 8
 _STEPS = 16
 """A turn of one size; fewer of the large ones."""
@@ -45,8 +45,8 @@ def message_times(*, timeout_s: float) -> MessageTimes:
     """Between two workers on this machine, both at work."""
     several = [_message_times(timeout_s) for _ in range(_TRIES)]
     return MessageTimes(
-        seconds={size: min(found.seconds[size] for found in several) for size in SENT_BYTES},
-        send_s=min(found.send_s for found in several),
+        seconds={size: statistics.fmean(found.seconds[size] for found in several) for size in SENT_BYTES},
+        send_s=statistics.fmean(found.send_s for found in several),
     )
 
 

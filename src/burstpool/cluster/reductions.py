@@ -22,8 +22,7 @@ from burstpool.cluster.measure import run_workers
 REDUCED_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes that are measured: small models' gradients, and what fills a bucket."""
 _TRIES = 2
-"""How often workers are started anew. Other programs can only slow a reduction down, for seconds at a time: the faster
-try counts."""
+"""How often workers are started anew. A machine has slower and faster seconds, and runs see both: the mean counts."""
 _TURNS = 5
 _STEPS = 24
 """A turn of one size; fewer of the large ones."""
@@ -36,7 +35,10 @@ def reduce_times(num_workers: int, *, timeout_s: float) -> ReduceTimes:
     """For 2, 4, 8, … and all of so many workers on this machine."""
     counts = sorted({2**power for power in range(1, num_workers.bit_length())} | {num_workers})
     several = [_reduce_times(num_workers, counts, timeout_s) for _ in range(_TRIES)]
-    return {count: {size: min(found[count][size] for found in several) for size in REDUCED_BYTES} for count in counts}
+    return {
+        count: {size: statistics.fmean(found[count][size] for found in several) for size in REDUCED_BYTES}
+        for count in counts
+    }
 
 
 def _reduce_times(num_workers: int, counts: list[int], timeout_s: float) -> ReduceTimes:

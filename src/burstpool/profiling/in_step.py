@@ -8,6 +8,7 @@ whole step's, and the rest's.
 """
 
 import contextlib
+import dataclasses
 import gc
 import statistics
 import time
@@ -31,8 +32,14 @@ class _Times:
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
 
-    def measured(self) -> Measured:
-        return Measured.of(self.forward[1:], self.backward[1:] or [0.0])  # the first step warms up
+    def measured(self, steps: Sequence[int]) -> Measured:
+        """Means over these steps, spreads over all but the first, which warms up."""
+        spread = Measured.of(self.forward[1:], self.backward[1:] or [0.0])
+        return dataclasses.replace(
+            spread,
+            forward_s=statistics.fmean(self.forward[step] for step in steps),
+            backward_s=statistics.fmean(self.backward[step] for step in steps) if self.backward else 0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +78,26 @@ def measure_in_step(session: Session, blocks: Sequence[Block], batch: int, watch
     finally:
         if collecting:
             gc.enable()
+    usual = usual_steps(
+        [part for times in (*steps.times, steps.loss_times) for part in (times.forward, times.backward)]
+    )
     return StepTimes(
-        layers=[times.measured() for times in steps.times],
-        loss=steps.loss_times.measured(),
+        layers=[times.measured(usual) for times in steps.times],
+        loss=steps.loss_times.measured(usual),
         whole_s=statistics.median(whole[1:]),
         rest=rest.measured() if rest else None,
     )
+
+
+def usual_steps(parts: Sequence[Sequence[float]]) -> list[int]:
+    """The half of the steps, without the first, that took neither long nor short; `parts` are seconds, step by step.
+
+    Parts averaged over these add up to a usual step. Their medians would not: where something short disturbs every
+    step, each time another layer, no layer's median knows of it. Pure.
+    """
+    totals = [sum(step) for step in zip(*(part for part in parts if part), strict=True)]
+    order = sorted(range(1, len(totals)), key=totals.__getitem__)
+    return order[len(order) // 4 : len(order) - len(order) // 4]
 
 
 class _LayeredSteps:
