@@ -4,20 +4,27 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# Tests that neither start processes nor take times run two at once; the others have the machine to themselves.
+SHARED := $(addprefix tests/,fusion model plan report schedule test_artifact.py test_data.py test_job.py)
+define run_tests
+	$(BIN)/python -m pytest --numprocesses 2 $(SHARED)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(SHARED))
+endef
+
 .PHONY: demo test check format clean
 
 demo: $(READY)  ## the story so far on this machine
 	$(BIN)/burstpool demo
 
 test: $(READY)  ## all tests that need no GPU
-	$(BIN)/python -m pytest
+	$(run_tests)
 
 check: $(READY)  ## format, lint, types, import rules and tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(run_tests)
 
 format: $(READY)
 	$(BIN)/ruff format .
