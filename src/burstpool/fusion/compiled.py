@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
 from burstpool.fusion import kernels
+from burstpool.fusion.gradients import leave_gradients
 from burstpool.fusion.inputs import stacked_inputs
 from burstpool.fusion.loss import checked, member_losses
 from burstpool.fusion.rules import Run
@@ -129,8 +130,7 @@ class CompiledTogether(_Compiled):
 
         rest = (named, own, () if self.per_member else tuple(targets), seeds)
         found, gradients = self._call(losses, array.state.tensors, rest)
-        for key, gradient in zip(self._trained, gradients, strict=True):
-            array.state.parameters[key].grad = gradient
+        leave_gradients([array.state.parameters[key] for key in self._trained], gradients)
         return found  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from burstpool.errors import FusionError
 from burstpool.fusion import kernels
 from burstpool.fusion.apply import apply_at_once, apply_in_chunks
+from burstpool.fusion.gradients import forget_gradients
 from burstpool.fusion.options import Factory, flags, for_member, load_numbers, numbers, proxy
 from burstpool.fusion.updates import UPDATES, Bucket, Update
 
@@ -164,11 +165,7 @@ class FusedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
-        for parameter in self.parameters.values():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+        forget_gradients(self.parameters.values(), set_to_none=set_to_none)
 
     def _update(self, bucket: Bucket, mask_M: Tensor, *, keep: bool) -> None:
         bucket.step_M.add_(mask_M)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from burstpool.errors import FusionError
+from burstpool.fusion.gradients import forget_gradients
 
 if TYPE_CHECKING:
     from burstpool.fusion.optim import Settings
@@ -58,11 +59,7 @@ class SlicedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
-        for parameter in self.parameters.values():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+        forget_gradients(self.parameters.values(), set_to_none=set_to_none)
 
     def pull(self) -> None:
         """The optimizers read their own numbers."""

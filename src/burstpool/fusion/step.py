@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.compiled import compiled_ways
+from burstpool.fusion.gradients import leave_gradients
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 from burstpool.fusion.serial import draws
 from burstpool.fusion.timing import replay_time, timed
@@ -127,9 +128,7 @@ class RecordedStep:
     def _differentiate(self, total: Tensor) -> None:
         """As `backward`, but gradients are not accumulated: that would copy some, and mind on which stream."""
         parameters = [parameter for parameter in self.array.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        leave_gradients(parameters, torch.autograd.grad(total, parameters, allow_unused=True))
 
     def _choose(self) -> None:
         """The fastest way where nothing is recorded."""

@@ -1,0 +1,45 @@
+"""Gradients left with their parameters, where `backward` did not: each in memory of its own.
+
+`torch.autograd.grad`, or a compiled function, may give two parameters one tensor, or parts of one, or a number expanded
+to a parameter's shape. Clipping, unscaling and `zero_grad` write into gradients in place, so what shares memory is
+copied. Gradients are not added to what was there; how they lie in memory is left as it is, gaps included.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def leave_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    """Sets each parameter's `.grad`."""
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and not _is_own(gradient, taken):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        parameter.grad = gradient
+
+
+def forget_gradients(parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+    """No gradients, or gradients of zero."""
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad = parameter.grad.detach().zero_()  # not `detach_`: it may be a view
+
+
+def _is_own(gradient: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
+    """Whether no two elements lie in one place, nor any where an earlier gradient's do; `taken` is by storage."""
+    if gradient.layout is not torch.strided or gradient.numel() == 0:
+        return True
+    sides = list(zip(gradient.shape, gradient.stride(), strict=True))
+    if any(stride == 0 and size > 1 for size, stride in sides):
+        return False
+    start = gradient.storage_offset()
+    end = start + sum((size - 1) * stride for size, stride in sides) + 1
+    others = taken.setdefault(gradient.untyped_storage().data_ptr(), [])
+    if any(start < theirs and mine < end for mine, theirs in others):
+        return False
+    others.append((start, end))
+    return True
