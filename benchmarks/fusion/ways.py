@@ -194,7 +194,7 @@ def ours(task: Task, members: int) -> Made:
     """This package: `mode="fastest"`, the whole step recorded, compiled where that is faster."""
     recorded_array(task, _fused(task, 2, "measured"), compiled=False)  # compiles our kernels into their cache
     array = _fused(task, members, "fastest")
-    ways, _ = compiled_ways(array, task.job.loss, (task.inputs, (task.target,)), autocast=task.dtype)
+    ways, _ = compiled_ways(array, task.job.loss, autocast=task.dtype)
     for way in ways.values() if task.compiled else ():
         with contextlib.suppress(Exception):  # a way that cannot be had; the step says why
             way(task.inputs, [task.target])

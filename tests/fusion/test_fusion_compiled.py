@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from burstpool.errors import FusionError
 from burstpool.fusion import fuse
 from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
 from burstpool.fusion.rules import Run
@@ -70,7 +71,7 @@ def trained(way: str, name: str, *, own: bool, stop: bool = False) -> tuple[Tens
     array = fuse(members(make), x[0][0] if own else x[0])
     optimizer = array.optimizer(torch.optim.SGD, lr=[0.1, 0.05, 0.02], momentum=0.9)
     step = RecordedStep(array, optimizer, square, x[0], per_member=own)
-    step._ways, left_out = compiled_ways(array, square, step._static, per_member=own)
+    step._ways, left_out = compiled_ways(array, square, per_member=own)
     assert not left_out
     step.way = way
     if stop:
@@ -151,3 +152,93 @@ def test_models_stay_apart_from_their_copies() -> None:
     array = fuse(models, x)
     RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.1), square, x, compiled=True)(x)
     torch.testing.assert_close(models[0].state_dict(), kept, rtol=0, atol=0)
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(2))
+
+
+@pytest.mark.parametrize("way", [WRITTEN, TOGETHER, APART, "serial"])
+def test_a_model_that_writes_into_its_input_finds_it_as_it_was_given(way: str) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    models = members(WritesItsInput)
+    expected = torch.stack([square(model(x.clone())) for model in models])
+    array = fuse(models, x.clone(), mode="serial" if way == "serial" else "rules")
+    step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.0), square, x)
+    step._ways, _ = compiled_ways(array, square)
+    step.way = WRITTEN if way == "serial" else way
+    for _ in range(2):
+        given = x.clone()
+        torch.testing.assert_close(step(given), expected)
+        torch.testing.assert_close(given, 2 * x)  # as alone
+
+
+@pytest.mark.parametrize("way", [TOGETHER, APART])
+def test_a_compiled_way_takes_batches_of_another_size_and_other_values(way: str) -> None:
+    def scaled(out: Tensor, factor: float) -> Tensor:
+        return factor * out.square().mean()
+
+    x = torch.randn(8, 6, dtype=torch.float64)
+    found = {}
+    for chosen in (WRITTEN, way):
+        array = fuse(members(lambda: nn.Linear(6, 3)), x)
+        step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.1), scaled, x, 1.0)
+        step._ways, _ = compiled_ways(array, scaled)
+        step.way = chosen
+        found[chosen] = torch.stack([step(x, 1.0), step(x[:1], 1.0), step(x[:3], 0.5), step(x, 0.5)])
+    torch.testing.assert_close(found[way], found[WRITTEN])
+
+
+@pytest.mark.parametrize("way", [TOGETHER, APART])
+def test_targets_that_a_loss_closes_over_are_not_those_of_the_first_batch_for_ever(way: str) -> None:
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    array = fuse(members(lambda: nn.Linear(6, 3)), x)
+    loss = lambda out: F.mse_loss(out, y)  # noqa: E731 -- as users write it
+    step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.1), loss, x)
+    step._ways, _ = compiled_ways(array, loss)
+    step.way = way
+    step(x)
+    y = y + 1
+    with pytest.raises(FusionError, match="takes 'y' from its surroundings"):
+        step(x)
+
+
+def test_a_compiled_step_is_refused_after_members_have_changed() -> None:
+    x = torch.randn(4, 6)
+    array = fuse([nn.Sequential(nn.Linear(6, 3), nn.LeakyReLU(slope)) for slope in (0.1, 0.2)], x)
+    step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.1), square, x)
+    step._ways, _ = compiled_ways(array, square)
+    step.way = TOGETHER
+    step(x)
+    array.drop(0)
+    array.admit(nn.Sequential(nn.Linear(6, 3), nn.LeakyReLU(0.4)))
+    with pytest.raises(FusionError, match="left or joined"):
+        step(x)
+
+
+def test_parameters_that_are_frozen_later_have_no_gradients_in_a_compiled_way() -> None:
+    x = torch.randn(4, 6)
+    array = fuse([nn.Linear(6, 3) for _ in range(2)], x)
+    way = compiled_ways(array, square)[0][TOGETHER]
+    way(x, ())
+    before = array.state.parameters["bias"].grad
+    array.state.parameters["weight"].requires_grad_(False)
+    array.state.parameters["weight"].grad = None
+    way(x, ())
+    assert array.state.parameters["weight"].grad is None
+    torch.testing.assert_close(array.state.parameters["bias"].grad, before)
+
+
+def test_an_array_keeps_few_of_the_compiled_ways_of_losses_written_anew() -> None:
+    x = torch.randn(4, 6)
+    array = fuse([nn.Linear(6, 3) for _ in range(2)], x)
+    first = compiled_ways(array, square)[0]
+    for _ in range(20):
+        compiled_ways(array, lambda out: out.sum())
+        assert compiled_ways(array, square)[0] == first
+    assert len(array.compiled_ways) <= 8

@@ -45,7 +45,7 @@ def test_clipped_members_train_as_alone_where_gradients_share_memory(
     alone = [copy.deepcopy(model) for model in models]
     array = fuse(models, x)
     step = RecordedStep(array, array.optimizer(optimizer, lr=0.1), itself, x, max_norm=0.01)
-    step._ways, _ = compiled_ways(array, itself, step._static)
+    step._ways, _ = compiled_ways(array, itself)
     step.way = way
     for _ in range(3):
         step(x)

@@ -7,10 +7,12 @@ does, to be compared with it.
 What is compiled is first run once and written down operator by operator, backward pass included, in torch's plain
 operators: the compiler joins them itself, and would see nothing of kernels of our own. For all members at once, masks
 of dropout are made from each member's seed by arithmetic that the compiler can join, and depend on the member's stream
-alone; on the CPU, where masks are those of training alone, what draws random numbers is refused.
+alone; on the CPU, where masks are those of training alone, what draws random numbers is refused. For each shape of the
+inputs, and each value that is no tensor, it is written down anew; the loss's code does not run again after that, so
+that a tensor which it takes from its surroundings stays the one it was (surroundings.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from burstpool.fusion.gradients import leave_gradients
 from burstpool.fusion.inputs import stacked_inputs
 from burstpool.fusion.loss import checked, member_losses
 from burstpool.fusion.rules import Run
-from burstpool.fusion.serial import alone, draws, random_operators
+from burstpool.fusion.serial import alone, draws, random_operators, written_inputs
 from burstpool.fusion.streams import Streams
 
 if TYPE_CHECKING:
@@ -34,33 +36,36 @@ if TYPE_CHECKING:
 TOGETHER, APART = "compiled together", "compiled apart"
 MOST_APART = 32
 """Members up to which each is run on its own: beyond, recording takes long and fusing has won."""
+_MOST_KEPT = 8
+"""Ways that an array keeps: a loss that is written as a lambda is another one every time."""
 
 
 def compiled_ways(
     array: "FusedArray",
     loss: Callable[..., Tensor],
-    batch: Any,
     *,
     per_member: bool = False,
     autocast: torch.dtype | None = None,
 ) -> tuple[dict[str, Callable[[Any, Sequence[Any]], Tensor]], dict[str, str]]:
-    """The ways that can be had, by name, for batches of the shapes of `batch`; and why the others cannot."""
-    leaves = pytree.tree_leaves(batch)
-    shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    ways, refused = {}, {}
+    """The ways that can be had, by name; and why the others cannot. The array keeps those made last."""
+    ways: dict[str, Callable[[Any, Sequence[Any]], Tensor]] = {}
+    refused: dict[str, str] = {}
+    kept = array.compiled_ways
     for name, make in {TOGETHER: CompiledTogether, APART: CompiledApart}.items():
-        key = (name, loss, shapes, per_member, autocast, array.training)
+        key = (name, loss if isinstance(loss, Hashable) else id(loss), per_member, autocast, array.training)
         try:
-            if key not in array.compiled_ways:
-                array.compiled_ways[key] = make(array, loss, per_member=per_member, autocast=autocast)
-            ways[name] = array.compiled_ways[key]
+            made = kept.pop(key, None) or make(array, loss, per_member=per_member, autocast=autocast)
         except FusionError as error:
             refused[name] = str(error)
+        else:
+            ways[name] = kept[key] = made
+    for key in list(kept)[:-_MOST_KEPT]:
+        del kept[key]
     return ways, refused
 
 
 class _Compiled:
-    """What both have in common: a function of tensors, written down when it is first called."""
+    """What both have in common: a function of tensors, written down when it is first called with such inputs."""
 
     def __init__(
         self, array: "FusedArray", loss: Callable[..., Tensor], *, per_member: bool, autocast: torch.dtype | None
@@ -69,39 +74,46 @@ class _Compiled:
         if array.device.type == "cpu" and draws(array.mode):
             raise FusionError("it draws random numbers")
         self.array, self.loss, self.per_member, self.autocast = array, loss, per_member, autocast
-        self._function: Callable[..., Any] | None = None
+        self._training = array.training
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        """By all that is written down as it is: shapes, what is no tensor, which parameters have gradients."""
 
     def _call(
         self, losses: Callable[[Mapping[str, Tensor], Any], Tensor], state: Mapping[str, Tensor], rest: Any
     ) -> Any:
         """`losses(state, rest)` summed, and its gradients by the parameters' keys, compiled."""
+        if self.array.training != self._training:
+            raise FusionError("the array is in another mode, training or eval, than when the step was made")
         leaves, spec = pytree.tree_flatten((dict(state), rest))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-        def function(*tensors: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-            filled = list(leaves)
-            for place, tensor in zip(places, tensors, strict=True):
-                filled[place] = tensor
-            known, others = pytree.tree_unflatten(filled, spec)
-            own = {key: known[key].detach().requires_grad_() for key in self._trained}
-            kind = self.array.device.type
-            with torch.enable_grad():
-                with torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
-                    found = losses({**known, **own}, others)
-                return found.detach(), list(torch.autograd.grad(found.sum(), list(own.values()), allow_unused=True))
-
         tensors = [leaves[place].detach() for place in places]
+        kinds = [_kind(leaf) for leaf in pytree.tree_leaves(rest)]
+        written_for = (spec, tuple(kinds), tuple(self._trained))
         with torch.no_grad(), torch.autocast(self.array.device.type, enabled=False):
-            if self._function is None:
-                buffers = {id(leaf) for key, leaf in state.items() if key not in self.array.state.parameters}
-                # Writing it down runs it, which must leave no trace.
-                fresh = [
-                    tensor.clone() if id(leaves[place]) in buffers else tensor
-                    for place, tensor in zip(places, tensors, strict=True)
-                ]
+            if written_for not in self._functions:
+
+                def function(*given: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+                    filled = list(leaves)
+                    for place, tensor in zip(places, given, strict=True):
+                        filled[place] = tensor
+                    return self._gradients(losses, *pytree.tree_unflatten(filled, spec))
+
+                # Writing it down runs it, which must leave no trace in buffers and inputs.
+                shared = {id(state[key]) for key in state if key in self.array.state.parameters}
+                fresh = [leaves[p] if id(leaves[p]) in shared else leaves[p].detach().clone() for p in places]
                 with kernels.plain_operators():
-                    self._function = torch.compile(make_fx(function)(*fresh), dynamic=False)
-            return self._function(*tensors)
+                    graph = make_fx(function)(*[tensor.detach() for tensor in fresh])
+                self._functions[written_for] = torch.compile(graph, dynamic=False)
+            return self._functions[written_for](*tensors)
+
+    def _gradients(
+        self, losses: Callable[[Mapping[str, Tensor], Any], Tensor], state: Mapping[str, Tensor], rest: Any
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        own = {key: state[key].detach().requires_grad_() for key in self._trained}
+        with torch.enable_grad():
+            with torch.autocast(self.array.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                found = losses({**state, **own}, rest)
+            return found.detach(), list(torch.autograd.grad(found.sum(), list(own.values()), allow_unused=True))
 
     @property
     def _trained(self) -> list[str]:
@@ -150,6 +162,7 @@ class CompiledApart(_Compiled):
         """The losses [M]; leaves gradients."""
         array = self.array
         mode, batched, named = array.placed(inputs, per_member=self.per_member)
+        last, written = len(array) - 1, written_inputs(mode)
         own = [stacked_inputs(target, len(array)) for target in targets] if self.per_member else targets
 
         def loss(state: Mapping[str, Tensor], rest: Any) -> Tensor:
@@ -159,6 +172,8 @@ class CompiledApart(_Compiled):
 
         def one(member: int) -> Any:
             given = {name: value[member] if name in batched else value for name, value in named.items()}
+            if member != last:
+                given.update((name, given[name].clone()) for name in written if name not in batched)
             wanted = pytree.tree_map_only(Tensor, lambda t: t[member], tuple(own)) if self.per_member else tuple(own)
             state = {key: tensor[member] for key, tensor in array.state.tensors.items()}
             return self._call(loss, state, (given, wanted))
@@ -172,6 +187,11 @@ class CompiledApart(_Compiled):
             column = [gradients[place] for _, gradients in found]
             array.state.parameters[key].grad = None if column[0] is None else torch.stack(column)
         return torch.stack([value for value, _ in found])
+
+
+def _kind(leaf: Any) -> Any:
+    """What a function that was written down for an input expects of it."""
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 class _NoStreams(Streams):

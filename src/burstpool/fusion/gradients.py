@@ -36,8 +36,8 @@ def _is_own(gradient: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
     sides = list(zip(gradient.shape, gradient.stride(), strict=True))
     if any(stride == 0 and size > 1 for size, stride in sides):
         return False
-    start = gradient.storage_offset()
-    end = start + sum((size - 1) * stride for size, stride in sides) + 1
+    start = int(gradient.storage_offset())
+    end: int = start + sum((size - 1) * stride for size, stride in sides) + 1
     others = taken.setdefault(gradient.untyped_storage().data_ptr(), [])
     if any(start < theirs and mine < end for mine, theirs in others):
         return False

@@ -16,6 +16,7 @@ from burstpool.fusion.plan import _REGIONS, _filled, _setting
 from burstpool.fusion.rules import PerMember, Run, bind
 from burstpool.fusion.rules.concurrent import side_by_side
 from burstpool.fusion.rules.fallback import joined
+from burstpool.model.segment import memory_chain, written_argument
 
 Numbers = Mapping[str, Mapping[str, PerMember]]
 Visit = Callable[[str, fx.Node, Any], Any]
@@ -64,14 +65,22 @@ def _is_off(node: fx.Node) -> bool:
     return ("train" in bound and not bound["train"]) or bound.get("p") == 0 or bound.get("dropout_p") == 0
 
 
+def written_inputs(mode: Mode) -> set[str]:
+    """Inputs that the model's code writes into: where members share one, each must find it as it was."""
+    targets = [target for node in mode.capture.graph.nodes if (target := written_argument(node)) is not None]
+    return {list(memory_chain(target))[-1].name for target in targets} & set(mode.capture.inputs)
+
+
 def member_values(mode: Mode, members: int, values: Mapping[str, Any], batched: frozenset[str]) -> list[dict[str, Any]]:
     """What the placeholders stand for, member by member."""
     capture = mode.capture
     own = {*capture.parameters, *capture.buffers, *batched}
     own |= {name for place, name in enumerate(capture.constants) if mode.constant(place)[1]}
-    columns = {}
+    columns, written = {}, written_inputs(mode)
     for name, value in values.items():
-        if name not in own:
+        if name in written and name not in own:
+            columns[name] = [*(value.clone() for _ in range(members - 1)), value]
+        elif name not in own:
             columns[name] = [value] * members
         elif name in capture.buffers:
             columns[name] = [value[i] for i in range(members)]  # written in place: no unbind

@@ -7,8 +7,8 @@ With `compiled`, torch.compile's versions of forward pass and losses are tried a
 each on its own, and the fastest step is kept; `step.way` says which it was, `step.left_out` what could not be tried.
 
 Recording fixes the batch's shape and the array's members: after `drop` or `admit` make a new one. Learning rates and
-other numbers may change between steps, as they live on the device; a member may be stopped. On the CPU the
-step runs as it is written.
+other numbers may change between steps, as they live on the device; a member may be stopped. The loss's own code runs
+no more: what changes from step to step must be a target. On the CPU the step runs as it is written, or compiled.
 Ignores host-side work between the parts: clipping by other means than `max_norm` does not fit in.
 """
 
@@ -27,6 +27,7 @@ from burstpool.fusion.compiled import compiled_ways
 from burstpool.fusion.gradients import leave_gradients
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 from burstpool.fusion.serial import draws
+from burstpool.fusion.surroundings import Surroundings
 from burstpool.fusion.timing import replay_time, timed
 from burstpool.model.recording import recording
 
@@ -57,7 +58,7 @@ class RecordedStep:
         self.array, self.optimizer, self.loss, self.per_member = array, optimizer, loss, per_member
         self.autocast, self.max_norm = autocast, max_norm
         self._members, self._active = len(array), array.active
-        self._must_record = must_record
+        self._must_record, self._surroundings = must_record, Surroundings(loss)
         self._static = pytree.tree_map(_owned, (inputs, targets))
         self._graph: torch.cuda.CUDAGraph | None = None
         self._losses = torch.empty(0)
@@ -68,7 +69,7 @@ class RecordedStep:
         self._ways: dict[str, Callable[[Any, Sequence[Any]], Tensor]] = {}
         if compiled:
             given = {"per_member": per_member, "autocast": autocast}
-            self._ways, self.left_out = compiled_ways(array, loss, self._static, **given)  # type: ignore[arg-type]
+            self._ways, self.left_out = compiled_ways(array, loss, **given)  # type: ignore[arg-type]
         if array.device.type == "cuda" and (must_record or isinstance(optimizer, FusedOptimizer)):
             self._record([WRITTEN, *self._ways])
         elif self._ways:
@@ -80,21 +81,25 @@ class RecordedStep:
             raise FusionError(
                 f"the step was recorded for {self._members} members, the array has {len(self.array)}; record anew"
             )
+        if self._graph is not None or self.way != WRITTEN:
+            self._check_fixed()
         if self._graph is None:
-            return self._step(inputs, targets)
-        self._check_recorded()
-        if self._graph is None:  # it was recorded anew, and could not be
             return self._step(inputs, targets)
         self._take(inputs, targets)
         self._graph.replay()
         self.array._restore_frozen()
         return self._losses
 
-    def _check_recorded(self) -> None:
-        """What was recorded must be what the array is now."""
+    def _check_fixed(self) -> None:
+        """What was recorded or compiled must be what the array and the loss are now."""
         if self.array.active is not self._active:
             raise FusionError("members have left or joined the array since the step was recorded; record anew")
-        if self.optimizer.keeps_state != self._keeps_state:
+        if name := self._surroundings.changed():
+            raise FusionError(
+                f"the loss takes {name!r} from its surroundings, which has changed since the step was recorded; "
+                "pass it as a target: step(x, y) calls loss(output, y)"
+            )
+        if self._graph is not None and self.optimizer.keeps_state != self._keeps_state:
             self._record([self.way])  # a member was stopped: its optimizer state stays as it is from now on
 
     def _take(self, inputs: Any, targets: Sequence[Any]) -> None:
@@ -108,6 +113,8 @@ class RecordedStep:
                     shapes = f"{list(static.shape)}, it was given one of shape {list(new.shape)}"
                     raise FusionError(f"the step was recorded for a tensor of shape {shapes}; record another step")
                 static.copy_(new, non_blocking=True)
+            elif new is not static and new != static:
+                raise FusionError(f"the step was recorded with {static!r}, it was given {new!r}; record another step")
 
     def _step(self, inputs: Any, targets: Sequence[Any]) -> Tensor:
         self.optimizer.zero_grad()
@@ -191,8 +198,10 @@ class RecordedStep:
                     kept = time_s, way, self._graph, self._losses
             self._graph, self._losses = None, torch.empty(0)
             self._rewind(saved)
-        assert kept is not None
-        _, self.way, self._graph, self._losses = kept
+        if kept is None:  # of a compiled way that is recorded anew
+            self._record_fastest([WRITTEN], saved)
+        else:
+            _, self.way, self._graph, self._losses = kept
 
     def _warm_up_and_capture(self, saved: dict[str, Any]) -> None:
         inputs, targets = self._static
