@@ -51,8 +51,7 @@ def scaled_mask(run: Run, shape: Sequence[int], p: Any, like: Tensor, order: Seq
         else:
             row.fill_(float(p_i < 1))
     if isinstance(p, PerMember):
-        kept = column(tuple(1 - p_i or 1.0 for p_i in ps), like.dtype, like.device)
-        return mask.div_(kept.view(-1, *[1] * len(shape)))
+        return mask.mul_(_scales(ps, like).view(-1, *[1] * len(shape)))
     return mask.div_(1 - p) if 0 < p < 1 else mask
 
 
@@ -64,11 +63,17 @@ def _seeded_mask(run: Run, shape: Sequence[int], ps: Sequence[float], like: Tens
     seeds = run.seeds()
     halves = (seeds & _WORD).to(torch.int32), ((seeds >> 31) & _WORD).to(torch.int32)
     chances = column(tuple(ps), torch.float32, like.device)
-    kept = column(tuple(1 - p or 1.0 for p in ps), like.dtype, like.device)
-    low, high, chances, kept = (numbers.view(-1, *[1] * len(shape)) for numbers in (*halves, chances, kept))
+    columns = (*halves, chances, _scales(ps, like))
+    low, high, chances, scales = (numbers.view(-1, *[1] * len(shape)) for numbers in columns)
     places = torch.arange(count, dtype=torch.int32, device=like.device).view(1, *shape)
     drawn = _hashed(_hashed(places ^ low) + high)
-    return (((drawn >> 8) & 0xFFFFFF) * 2.0**-24 >= chances).to(like.dtype) / kept
+    return (((drawn >> 8) & 0xFFFFFF) * 2.0**-24 >= chances).to(like.dtype) * scales
+
+
+def _scales(ps: Sequence[float], like: Tensor) -> Tensor:
+    """[M]: what is kept is multiplied by; rounded once, as torch has it, where `like` is of 16 bits."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return column(tuple(1 - p or 1.0 for p in ps), dtype, like.device).reciprocal().to(like.dtype)
 
 
 _WORD = 2**31 - 1
