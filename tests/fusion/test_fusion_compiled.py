@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from burstpool.errors import FusionError
 from burstpool.fusion import fuse
 from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
-from burstpool.fusion.rules import Run
+from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.dropout import scaled_mask
-from burstpool.fusion.rules.matmul import _BatchedLinear
+from burstpool.fusion.rules.matmul import _BatchedLinear, _linear_batched
 from burstpool.fusion.step import WRITTEN, RecordedStep
 from burstpool.fusion.streams import Streams
 
@@ -143,6 +143,29 @@ def test_a_batched_linear_layer_has_torchs_gradients_to_the_second_order() -> No
     assert torch.autograd.gradcheck(_BatchedLinear.apply, (x, w, b))
     assert torch.autograd.gradgradcheck(_BatchedLinear.apply, (x, w, b))
     torch.testing.assert_close(_BatchedLinear.apply(x, w, b)[1], F.linear(x[1], w[1], b[1]))
+
+
+def test_a_padded_linear_layer_has_torchs_gradients_to_the_second_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burstpool.fusion.rules.matmul._missing", lambda outputs, like: -outputs % 8)
+    run = Run(members=2, streams=Streams([], torch.device("cpu")))
+    shapes = (2, 3, 2, 4), (2, 5, 4), (2, 5)
+    x, w, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    layer = functools.partial(_linear_batched, run)
+    assert torch.autograd.gradcheck(layer, (x, w, b))
+    assert torch.autograd.gradgradcheck(layer, (x, w, b))
+    assert torch.autograd.gradgradcheck(lambda x, w: layer(x, w, None), (x, w))
+    torch.testing.assert_close(layer(x, w, b)[1], F.linear(x[1], w[1], b[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_what_dropout_keeps_is_scaled_as_torch_scales_it(dtype: torch.dtype, seeded: bool) -> None:
+    ps = (0.15, 0.35, 0.1)
+    streams = Streams([0, 1, 2], torch.device("cpu"))
+    run = Run(members=3, streams=streams, seeded=[torch.arange(3)] if seeded else None)
+    masks = scaled_mask(run, (100,), PerMember(ps), torch.empty(0, dtype=dtype))
+    for mask, p in zip(masks, ps, strict=True):
+        assert mask.max() == torch.ones((), dtype=dtype).div_(1 - p)
 
 
 def test_models_stay_apart_from_their_copies() -> None:

@@ -42,9 +42,12 @@ def _linear_shared(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> T
 def _linear_batched(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
     x_MPI = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
     dtype = autocast_dtype(x)
-    bias = None if b_MO is None else b_MO.to(dtype)
-    y_MPO: Tensor = _BatchedLinear.apply(x_MPI.to(dtype), w_MOI.to(dtype), bias)  # type: ignore[no-untyped-call]
-    return y_MPO.view(*x.shape[:-1], w_MOI.shape[1])
+    outputs, weight, bias = w_MOI.shape[1], w_MOI.to(dtype), None if b_MO is None else b_MO.to(dtype)
+    if missing := _missing(outputs, weight):
+        weight, bias = F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
+    y_MPO: Tensor = _BatchedLinear.apply(x_MPI.to(dtype), weight, bias)  # type: ignore[no-untyped-call]
+    # A slice only where something is cut off: its gradient is copied.
+    return (y_MPO[..., :outputs] if missing else y_MPO).view(*x.shape[:-1], outputs)
 
 
 class _BatchedLinear(torch.autograd.Function):
@@ -55,32 +58,23 @@ class _BatchedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_MPI: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
-        outputs = w_MOI.shape[1]
-        missing = _missing(outputs, x_MPI)
-        if missing:
-            w_MOI = F.pad(w_MOI, (0, 0, 0, missing))
-            b_MO = None if b_MO is None else F.pad(b_MO, (0, missing))
         ctx.save_for_backward(x_MPI, w_MOI)
         w_MIO = w_MOI.transpose(1, 2)
         if b_MO is None:
-            y_MPO = torch.bmm(x_MPI, w_MIO)
-        elif kernels.plain():  # a compiler adds the bias where it reads the result
-            y_MPO = torch.bmm(x_MPI, w_MIO) + b_MO.unsqueeze(1)
-        else:
-            y_MPO = torch.baddbmm(b_MO.unsqueeze(1), x_MPI, w_MIO)
-        return y_MPO[..., :outputs] if missing else y_MPO
+            return torch.bmm(x_MPI, w_MIO)
+        if kernels.plain():  # a compiler adds the bias where it reads the result
+            return torch.bmm(x_MPI, w_MIO) + b_MO.unsqueeze(1)
+        return torch.baddbmm(b_MO.unsqueeze(1), x_MPI, w_MIO)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x_MPI, w_MOI = ctx.saved_tensors
-        (g_MPO,), outputs = grads, grads[0].shape[2]
-        if missing := w_MOI.shape[1] - outputs:
-            g_MPO = F.pad(g_MPO, (0, missing))
+        (g_MPO,) = grads
         wants_x, wants_w, wants_b = ctx.needs_input_grad
         return (
             torch.bmm(g_MPO, w_MOI) if wants_x else None,
-            torch.bmm(g_MPO.transpose(1, 2), x_MPI)[:, :outputs] if wants_w else None,
-            grads[0].sum(1) if wants_b else None,
+            torch.bmm(g_MPO.transpose(1, 2), x_MPI) if wants_w else None,
+            g_MPO.sum(1) if wants_b else None,
         )
 
 
