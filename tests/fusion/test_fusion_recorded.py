@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from burstpool.errors import FusionError
 from burstpool.fusion import FusedArray, fuse
+from burstpool.fusion.compiled import TOGETHER
 from burstpool.fusion.merge import is_training_norm
-from burstpool.fusion.step import RecordedStep
+from burstpool.fusion.step import WRITTEN, RecordedStep
 
 X, Y = torch.linspace(-1.0, 1.0, 24).view(8, 3).double(), torch.tensor([0, 1] * 4)
 
@@ -178,3 +179,51 @@ def test_a_member_whose_schedule_cannot_be_made_leaves_the_array_as_it_was() -> 
     assert len(array) == 3
     for (key, mine), (_, theirs) in zip(array.named_parameters(), reference.named_parameters(), strict=True):
         assert torch.equal(mine, theirs), key
+
+
+def failing(step: RecordedStep, error: Exception, *ways: str) -> None:
+    """Stands for a device whose recordings of these ways fail, after the warm-up."""
+
+    def capture(saved: Any) -> None:
+        inputs, targets = step._static
+        step.optimizer.recorded, step._keeps_state = True, step.optimizer.keeps_state  # type: ignore[attr-defined]
+        step._step(inputs, targets)
+        if step.way in ways:
+            raise error
+        step._graph = Replaying(step)  # type: ignore[assignment]
+
+    step._warm_up_and_capture = capture  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("error", [FusionError("no"), torch.OutOfMemoryError("no"), RuntimeError("no")])
+def test_a_recording_that_fails_leaves_the_array_as_it_was(error: Exception) -> None:
+    array = ready()
+    before = array.state_dict()
+    step = RecordedStep(array, array.optimizers[0], F.cross_entropy, X, Y)
+    failing(step, error, WRITTEN)
+    with pytest.raises(type(error), match="no"):
+        step._record([WRITTEN])
+    for mine, theirs in zip(array.state_dict()["members"], before["members"], strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert not array.recording
+    assert not array.optimizers[0].recorded  # type: ignore[attr-defined]
+
+
+def test_a_compiled_way_that_cannot_be_recorded_anew_gives_way_to_the_written_one() -> None:
+    array = ready()
+    step = RecordedStep(array, array.optimizers[0], F.cross_entropy, X, Y)
+    step._ways = {TOGETHER: lambda inputs, targets: array.losses(inputs, F.cross_entropy, *targets)}
+    failing(step, RuntimeError("no memory"), TOGETHER)
+    step._record([TOGETHER])
+    assert (step.way, step.left_out) == (WRITTEN, {TOGETHER: "RuntimeError: no memory"})
+    assert step._graph is not None
+
+
+def test_a_step_computes_in_what_autocast_says_where_it_is_made() -> None:
+    array = fuse([nn.Linear(3, 2) for _ in range(2)], X.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.0), lambda out: out.sum(), X.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = array.losses(X.float(), lambda out: out.sum()).detach()
+    assert step.autocast is torch.bfloat16
+    torch.testing.assert_close(step(X.float()), expected, rtol=0, atol=0)

@@ -54,7 +54,13 @@ class RecordedStep:
         compiled: bool = False,
         must_record: bool = True,
     ) -> None:
-        """`must_record=False` runs a step that cannot be recorded as it is written, instead of refusing it."""
+        """`must_record=False` runs a step that cannot be recorded as it is written, instead of refusing it.
+
+        `autocast` is, where it is left out, what is on where the step is made.
+        """
+        kind = array.device.type
+        if autocast is None and torch.is_autocast_enabled(kind):
+            autocast = torch.get_autocast_dtype(kind)
         self.array, self.optimizer, self.loss, self.per_member = array, optimizer, loss, per_member
         self.autocast, self.max_norm = autocast, max_norm
         self._members, self._active = len(array), array.active
@@ -161,23 +167,22 @@ class RecordedStep:
         before = torch.backends.cudnn.benchmark
         # Shapes stay, so cuDNN may choose by trying; before our own lowerings are compared, as it changes their order.
         self.array.recording, torch.backends.cudnn.benchmark = True, True
-        saved, recorded = self.array.state_dict(), False
+        saved = self.array.state_dict()
         try:
             self._record_fastest(ways, saved)
-            recorded = True
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            if self._must_record:
+            return
+        except Exception as error:
+            no_memory = isinstance(error, torch.OutOfMemoryError)
+            if self._must_record or no_memory or not isinstance(error, RuntimeError):
+                self._give_up(saved)
                 raise
         finally:
             self.array.recording, torch.backends.cudnn.benchmark = False, before
-        if not recorded:
-            gc.collect()  # of what the failed recording holds, nodes of autograd's graph would meet another stream
-            self._give_up(saved)
+        gc.collect()  # of what the failed recording holds, nodes of autograd's graph would meet another stream
+        self._give_up(saved)
 
     def _give_up(self, saved: dict[str, Any]) -> None:
-        """The loss, or the model, does what a graph cannot hold: the step runs as it is written."""
+        """The loss, or the model, does what a graph cannot hold: all is as before, the step runs as it is written."""
         assert isinstance(self.optimizer, FusedOptimizer)
         self._graph, self.optimizer.recorded, self.way = None, False, WRITTEN
         self._rewind(saved)
