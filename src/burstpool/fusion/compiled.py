@@ -54,7 +54,7 @@ def compiled_ways(
     for name, make in {TOGETHER: CompiledTogether, APART: CompiledApart}.items():
         key = (name, loss if isinstance(loss, Hashable) else id(loss), per_member, autocast, array.training)
         try:
-            made = kept.pop(key, None) or make(array, loss, per_member=per_member, autocast=autocast)
+            made: Any = kept.pop(key, None) or make(array, loss, per_member=per_member, autocast=autocast)
         except FusionError as error:
             refused[name] = str(error)
         else:
