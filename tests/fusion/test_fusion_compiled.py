@@ -15,6 +15,7 @@ from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
 from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.dropout import scaled_mask
 from burstpool.fusion.rules.matmul import _BatchedLinear, _linear_batched
+from burstpool.fusion.serial import draws
 from burstpool.fusion.step import WRITTEN, RecordedStep
 from burstpool.fusion.streams import Streams
 
@@ -119,6 +120,15 @@ def test_dropout_that_is_off_draws_nothing() -> None:
     x = torch.randn(4, 6)
     array = fuse([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0)) for _ in range(2)], x)
     assert not RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.1), square, x, compiled=True).left_out
+
+
+@pytest.mark.parametrize(("layers", "p"), [(1, 0.0), (2, 0.0), (2, 0.5)])
+def test_recurrent_layers_draw_only_for_their_dropout(layers: int, p: float) -> None:
+    array = fuse(
+        [nn.LSTM(6, 4, num_layers=layers, dropout=p, batch_first=True) for _ in range(2)], torch.randn(3, 2, 6)
+    )
+    assert draws(array.mode) == (p > 0)
+    assert draws(array.eval().mode) is False
 
 
 def test_masks_from_seeds_have_the_members_own_chances_and_depend_on_the_seed_alone() -> None:

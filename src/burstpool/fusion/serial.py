@@ -62,7 +62,9 @@ def random_operators(mode: Mode) -> list[fx.Node]:
 def _is_off(node: fx.Node) -> bool:
     """Dropout with no chance of dropping, in every member."""
     bound = bind(node)
-    return ("train" in bound and not bound["train"]) or bound.get("p") == 0 or bound.get("dropout_p") == 0
+    if ("train" in bound and not bound["train"]) or bound.get("num_layers") == 1:  # an LSTM's is between layers
+        return True
+    return any(bound.get(name) == 0 for name in ("p", "dropout_p", "dropout"))
 
 
 def written_inputs(mode: Mode) -> set[str]:
