@@ -36,7 +36,8 @@ def recording(
                 raise
     except BaseException as error:
         torch.cuda.set_stream(before)
-        release(generators)
+        with contextlib.suppress(RuntimeError):  # where memory is missing for this, too, the first error says so
+            release(generators)
         raise first or error from None
     finally:
         first = None  # it holds this frame, and all that the recorded code had made
