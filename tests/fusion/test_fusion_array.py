@@ -667,3 +667,12 @@ def test_indexing_with_each_members_own_indices_runs() -> None:
             return x + self.weight[self.places].sum(0)
 
     fuse([Table(seed) for seed in range(2)], torch.randn(4, 3), verify=True)
+
+
+def test_a_mode_first_run_under_autocast_still_admits_members_outside_of_it() -> None:
+    x = torch.randn(4, 6)
+    array = fuse([nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.1)) for _ in range(2)], x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert array.eval()(x).dtype == torch.bfloat16
+    array.admit(nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.2)))
+    assert array(x).dtype == torch.float32

@@ -14,12 +14,15 @@ from burstpool.sweeping.folder import SweepFolder
 from burstpool.sweeping.outcome import SweepResult
 
 
-def alone(job: Job, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def alone(
+    job: Job, steps: int, *, autocast: torch.dtype | None = None, clip_norm: float | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the state after so many steps: what a user's own loop does."""
     model = job.build_model()
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     order = DataOrder(len(job.data), samples_per_step=job.batch, seed=job.seed)  # type: ignore[arg-type]
+    scaler = torch.amp.GradScaler("cpu", enabled=autocast is torch.float16)
     losses = []
     with torch.random.fork_rng():
         torch.manual_seed(job.seed)
@@ -27,9 +30,14 @@ def alone(job: Job, steps: int) -> tuple[list[float], dict[str, Tensor]]:
             inputs, target = default_collate([job.data[index] for index in order.take().tolist()])
             args, kwargs = model_arguments(inputs)
             optimizer.zero_grad()
-            loss = job.loss(model(*args, **kwargs), target)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                loss = job.loss(model(*args, **kwargs), target)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if clip_norm is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
             if scheduler is not None:
                 scheduler.step()
             losses.append(float(loss.detach()))

@@ -181,3 +181,27 @@ def judged(lr: float = 0.1, sound: bool = True) -> Job:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
         batch=8,
     )
+
+
+def single(lr: float = 0.1, scale: float = 1.0, momentum: float = 0.9, seed: int = 0) -> Job:
+    """In single precision, as autocast wants it; its loss is multiplied, so that fp16 gradients can overflow."""
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), _Scaled(scale), nn.Linear(8, 10)),
+        loss=F.cross_entropy,
+        data=digits(),
+        evaluation=digits(train=False),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum),
+        batch=8,
+        seed=seed,
+    )
+
+
+class _Scaled(nn.Module):
+    """Multiplies the gradients that go through it, not the values: a large factor makes gradients overflow in fp16."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale - (x * (self.scale - 1.0)).detach()

@@ -56,6 +56,9 @@ def sweep(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Torch's threads on the CPU; 1 suits small models.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples a step; the job's if left out.")] = None,
+    autocast: Annotated[
+        str | None, typer.Option(help="bf16 or fp16, with a loss scale for each trial; also in evaluation.")
+    ] = None,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Export every finished trial, not the best alone.")
     ] = False,
@@ -85,6 +88,7 @@ def sweep(
         "device": device,
         "threads": threads,
         "batch": batch,
+        "autocast": autocast,
         "keep_all": keep_all,
         "checkpoint_every_s": checkpoint_every,
         "run_folder": run_folder,

@@ -52,6 +52,7 @@ def member_state(array: "FusedArray", index: int) -> dict[str, Any]:
         "hidden": _hidden(array, index),
         "optimizers": [optimizer.member_state_dict(index) for optimizer in array.optimizers],
         "schedulers": [scheduler.schedulers[index].state_dict() for scheduler in array.schedulers],
+        "scalers": [scaler.member_state_dict(index) for scaler in array.scalers],
         "stream": array.streams.generators[index].get_state(),
     }
 
@@ -62,11 +63,10 @@ def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any])
         raise FusionError(
             f"the checkpoint has schema {saved.get('schema_version')}; this version reads {SCHEMA_VERSION}"
         )
-    for part in ("optimizers", "schedulers"):
-        if len(saved[part]) != len(getattr(array, part)):
-            raise FusionError(
-                f"the member was saved with {len(saved[part])} {part}, the array has {len(getattr(array, part))}"
-            )
+    for part in _PARTS:
+        found, wanted = len(saved.get(part, ())), len(getattr(array, part))
+        if found != wanted:
+            raise FusionError(f"the member was saved with {found} {part}, the array has {wanted}")
     array.state.load(index, saved["state"])
     with torch.no_grad():
         for key, value in saved.get("hidden", {}).items():
@@ -76,6 +76,8 @@ def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any])
         scheduler.schedulers[index].load_state_dict(state)
     for optimizer, state in zip(array.optimizers, saved["optimizers"], strict=True):
         optimizer.load_member_state_dict(index, state)
+    for scaler, state in zip(array.scalers, saved.get("scalers", ()), strict=True):
+        scaler.load_member_state_dict(index, state)
 
 
 def _hidden(array: "FusedArray", index: int) -> dict[str, torch.Tensor]:

@@ -125,8 +125,11 @@ class Mode:
 
 
 def _captured(model: nn.Module, example: Example, member: int) -> Capture:
+    device = next((tensor.device for tensor in model.state_dict().values()), torch.device("cpu"))
     try:
-        return capture(model, *example)
+        # A graph is captured when it is first run: whether that is under autocast must make no difference to it.
+        with torch.autocast(device.type, enabled=False):
+            return capture(model, *example)
     except TraceError as error:
         advice = ', or pass fallback="modules"'  # which an array does not have
         raise FusionError(f"member {member}: {str(error).replace(advice, '')}") from error

@@ -114,4 +114,13 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Scales and counts as they were."""
-        self.scale_M, self.growth_M = (state[name].to(self.scale_M.device, copy=True) for name in ("scale", "growth"))
+        self.scale_M.copy_(state["scale"])  # in place: a recorded step finds them again
+        self.growth_M.copy_(state["growth"])
+
+    def member_state_dict(self, index: int) -> dict[str, Any]:
+        """One member's scale and count."""
+        return {"scale": self.scale_M[index].item(), "growth": self.growth_M[index].item()}
+
+    def load_member_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
+        """One member's scale and count as they were."""
+        self.scale_M[index], self.growth_M[index] = state["scale"], state["growth"]

@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
-from burstpool.fusion.compiled import compiled_ways
+from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
 from burstpool.fusion.gradients import leave_gradients
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
+from burstpool.fusion.scaler import LossScaler
 from burstpool.fusion.serial import draws
 from burstpool.fusion.surroundings import Surroundings
 from burstpool.fusion.timing import replay_time, timed
@@ -51,18 +52,20 @@ class RecordedStep:
         per_member: bool = False,
         autocast: torch.dtype | None = None,
         max_norm: float | Sequence[float | None] | None = None,
+        scaler: LossScaler | None = None,
         compiled: bool = False,
         must_record: bool = True,
     ) -> None:
         """`must_record=False` runs a step that cannot be recorded as it is written, instead of refusing it.
 
-        `autocast` is, where it is left out, what is on where the step is made.
+        `autocast` is, where it is left out, what is on where the step is made. `scaler` is the array's, for fp16: the
+        step scales the losses and passes over members that overflow.
         """
         kind = array.device.type
         if autocast is None and torch.is_autocast_enabled(kind):
             autocast = torch.get_autocast_dtype(kind)
         self.array, self.optimizer, self.loss, self.per_member = array, optimizer, loss, per_member
-        self.autocast, self.max_norm = autocast, max_norm
+        self.autocast, self.max_norm, self.scaler = autocast, max_norm, scaler
         self._members, self._active = len(array), array.active
         self._must_record, self._surroundings = must_record, Surroundings(loss)
         self._static = pytree.tree_map(_owned, (inputs, targets))
@@ -73,7 +76,9 @@ class RecordedStep:
         self.left_out: dict[str, str] = {}
         """Ways that could not be tried, and why."""
         self._ways: dict[str, Callable[[Any, Sequence[Any]], Tensor]] = {}
-        if compiled:
+        if compiled and scaler is not None:
+            self.left_out = dict.fromkeys((TOGETHER, APART), "its losses are scaled")
+        elif compiled:
             given = {"per_member": per_member, "autocast": autocast}
             self._ways, self.left_out = compiled_ways(array, loss, **given)  # type: ignore[arg-type]
         if array.device.type == "cuda" and (must_record or isinstance(optimizer, FusedOptimizer)):
@@ -129,14 +134,23 @@ class RecordedStep:
             setting = torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
             with setting:
                 losses = self.array.losses(inputs, self.loss, *targets, per_member=self.per_member)
-            self._differentiate(losses.sum())
+            self._differentiate((losses if self.scaler is None else self.scaler.scale(losses)).sum())
         else:
             losses = self.array.watched(self._ways[self.way](inputs, targets))
             self.array._restore_frozen()
+        self._update()
+        return losses.detach()
+
+    def _update(self) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale()
         if self.max_norm is not None:
             self.array.clip_grad_norm_(self.max_norm)
-        self.optimizer.step()
-        return losses.detach()
+        if self.scaler is None:
+            self.optimizer.step()
+            return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def _differentiate(self, total: Tensor) -> None:
         """As `backward`, but gradients are not accumulated: that would copy some, and mind on which stream."""

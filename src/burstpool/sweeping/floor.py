@@ -83,7 +83,9 @@ class Floor:
         if group in self.arrays:
             return self.arrays[group]
         mode: Execution = self.record.mode  # type: ignore[assignment]
-        self.arrays[group] = TrialArray(device=self.device, mode=mode, batch=self.record.batch)
+        self.arrays[group] = TrialArray(
+            device=self.device, mode=mode, batch=self.record.batch, options=self.record.step_options
+        )
         return self.arrays[group]
 
     def closed_group(self, reason: str) -> int:

@@ -24,6 +24,7 @@ import torch
 
 from burstpool.artifact import STRICT, Artifact, write_whole
 from burstpool.errors import ArtifactError, RunError
+from burstpool.sweeping.options import StepOptions
 from burstpool.sweeping.sizing import Sizing
 from burstpool.sweeping.space import Space
 from burstpool.sweeping.trials import Trial
@@ -54,6 +55,8 @@ class SweepRecord(Artifact):
     """Of torch on the CPU: sums depend on it in their last digits."""
     batch: int | None
     """None for the job's own."""
+    step_options: StepOptions = field(default_factory=StepOptions)
+    """How steps are computed; a sweep that goes on computes them alike."""
     keep_all: bool
     objective: str
     """In words."""

@@ -248,7 +248,8 @@ class Runner:
         values: dict[int, float] = {}
         if evaluated and trial_array.array is not None:
             batch = self.record.batch or trial_array.jobs[0].batch
-            values = held_out(trial_array.array, trial_array.jobs, evaluated, batch=batch)
+            with self.record.step_options.autocasting(self.floor.device):
+                values = held_out(trial_array.array, trial_array.jobs, evaluated, batch=batch)
         for number, member in members.items():
             if member not in values:
                 values[member] = last_losses(self.floor.losses[number], steps=self.record.steps)

@@ -16,6 +16,7 @@ from burstpool.fusion.array import Execution
 from burstpool.fusion.group import array_size, member_bytes
 from burstpool.job import Job, model_arguments
 from burstpool.sweeping.feed import Feed
+from burstpool.sweeping.options import StepOptions
 from burstpool.sweeping.trial_array import TrialArray
 
 _GAIN = 1.1
@@ -44,14 +45,22 @@ class Sizing:
 
 
 def measure_sizing(
-    job: Job, *, most: int, places: int | None, device: torch.device, mode: Execution, batch: int | None
+    job: Job,
+    *,
+    most: int,
+    places: int | None,
+    device: torch.device,
+    mode: Execution,
+    batch: int | None,
+    options: StepOptions,
 ) -> Sizing:
     """How fast arrays of several sizes train, and which size is best; `places` is taken as given."""
     samples = batch or job.batch
-    serial = samples / _serial_step_s(job, device, samples)
+    serial = samples / _serial_step_s(job, device, samples, options)
     if places is not None:
         return Sizing(places=places, serial_samples_per_s=serial, samples_per_s={})
-    found = _throughputs(job, most=min(most, _MOST_PLACES), device=device, mode=mode, batch=batch)
+    trial_array = TrialArray(device=device, mode=mode, batch=batch, options=options)
+    found = _throughputs(job, trial_array, most=min(most, _MOST_PLACES))
     return Sizing(places=smallest_fast(found or {1: serial}), serial_samples_per_s=serial, samples_per_s=found)
 
 
@@ -61,10 +70,9 @@ def smallest_fast(samples_per_s: Mapping[int, float]) -> int:
     return min(size for size, rate in samples_per_s.items() if rate >= enough)
 
 
-def _throughputs(job: Job, *, most: int, device: torch.device, mode: Execution, batch: int | None) -> dict[int, float]:
+def _throughputs(job: Job, trial_array: TrialArray, *, most: int) -> dict[int, float]:
     """Samples/s by size: doubled until two in a row do not bring 10% more, or memory ends."""
-    trial_array = TrialArray(device=device, mode=mode, batch=batch)
-    samples = batch or job.batch
+    device, samples = trial_array.device, trial_array.batch or job.batch
     found: dict[int, float] = {}
     size, in_vain, peaks = 1, 0, [0, 0]
     while True:
@@ -87,10 +95,11 @@ def _throughputs(job: Job, *, most: int, device: torch.device, mode: Execution, 
         size = min(2 * size, most)
 
 
-def _serial_step_s(job: Job, device: torch.device, samples: int) -> float:
+def _serial_step_s(job: Job, device: torch.device, samples: int, options: StepOptions) -> float:
     """A step of one model as its user would write it."""
     model = job.build_model().to(device)
     optimizer = job.optimizer(model.parameters())
+    scaler = torch.amp.GradScaler(device.type, enabled=options.autocast == "fp16")
     feed = Feed([job], [0], batch=samples, device=device)
 
     def train() -> None:
@@ -98,8 +107,11 @@ def _serial_step_s(job: Job, device: torch.device, samples: int) -> float:
             batch = feed.take()
             args, kwargs = model_arguments(batch.inputs)
             optimizer.zero_grad()
-            job.loss(model(*args, **kwargs), batch.target).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            with options.autocasting(device):
+                loss = job.loss(model(*args, **kwargs), batch.target)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout must not move the user's stream
         return _step_s(train, device)

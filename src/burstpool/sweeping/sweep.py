@@ -24,6 +24,7 @@ from burstpool.sweeping.feed import moved
 from burstpool.sweeping.floor import Builder, Floor
 from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
 from burstpool.sweeping.objective import HELD_OUT, TRAINING
+from burstpool.sweeping.options import Autocast, StepOptions
 from burstpool.sweeping.outcome import SweepResult, write_outcome
 from burstpool.sweeping.runner import Observer, Runner
 from burstpool.sweeping.search import Search, SearchSetting, make_search, number_of_trials
@@ -48,6 +49,7 @@ def sweep(
     device: str = "cpu",
     threads: int | None = None,
     batch: int | None = None,
+    autocast: Autocast | None = None,
     keep_all: bool = False,
     checkpoint_every_s: float = 30.0,
     run_folder: str | Path | None = None,
@@ -58,8 +60,9 @@ def sweep(
 
     `job` is `"job.py"`, `"zoo:NAME"` or a function that returns a Job; `space` says which values its arguments take:
     a list, a `Range`, or a text as `--set` takes it. `search` is grid, random, asha or optuna. `seed` is the search's;
-    a trial's own is its job's. `array_size` is measured unless given; `threads` are torch's on the CPU. `resume` names
-    a run folder to go on with: all else is then as it was, and only a function must be passed again.
+    a trial's own is its job's. `array_size` is measured unless given; `threads` are torch's on the CPU. `autocast`
+    is bf16 or fp16, as `train` has it. `resume` names a run folder to go on with: all else is then as it was, and only
+    a function must be passed again.
     """
     begin_s = time.perf_counter()
     if resume is not None:
@@ -71,13 +74,20 @@ def sweep(
     if not checked.axes:
         raise RunError("there is nothing to search; give at least one --set name=a,b,c")
     _check(mode, device, {"steps": steps, "array-size": array_size, "batch": batch, "threads": threads})
+    step_options = StepOptions(autocast=autocast)
     count = number_of_trials(search, checked, trials)
     setting = SearchSetting(space=checked, num_trials=count, steps=steps, seed=seed, eta=eta, first_rung=first_rung)
     asked = make_search(search, setting)
-    first = _first_job(builder, asked, count, device=torch.device(device), batch=batch)
+    first = _first_job(builder, asked, count, device=torch.device(device), batch=batch, options=step_options)
     with _threads(threads):
         sizing = measure_sizing(
-            first, most=count, places=array_size, device=torch.device(device), mode=mode, batch=batch
+            first,
+            most=count,
+            places=array_size,
+            device=torch.device(device),
+            mode=mode,
+            batch=batch,
+            options=step_options,
         )
     path = Path(run_folder) if run_folder is not None else new_run_path(f"{builder.name}-sweep", Path("runs"))
     folder = SweepFolder.create(path)
@@ -95,6 +105,7 @@ def sweep(
         device=device,
         threads=threads or torch.get_num_threads(),
         batch=batch,
+        step_options=step_options,
         keep_all=keep_all,
         objective=TRAINING if first.evaluation is None else HELD_OUT,
         sizing=sizing,
@@ -158,14 +169,17 @@ def _builder(job: str | Path | Callable[..., Any]) -> Builder:
     return Builder(function, source=str(job), name=name)
 
 
-def _first_job(builder: Builder, search: Search, count: int, *, device: torch.device, batch: int | None) -> Any:
+def _first_job(
+    builder: Builder, search: Search, count: int, *, device: torch.device, batch: int | None, options: StepOptions
+) -> Any:
     """The first trial's job that can be made and trained: what sizes are measured with."""
     tried: list[Trial] = []
     reason = ""
     while len(tried) < count and (found := search.next(tried)) is not None:
         try:
             job = builder.job(found.settings)
-            _try_out(job, device, batch or job.batch)
+            with options.autocasting(device):
+                _try_out(job, device, batch or job.batch)
             return job
         except Exception as error:
             reason = reason or (str(error) if isinstance(error, BurstpoolError) else in_words(error))

@@ -17,14 +17,18 @@ from burstpool.fusion.checkpoint import SCHEMA_VERSION
 from burstpool.fusion.jobs import attach
 from burstpool.fusion.step import RecordedStep
 from burstpool.job import Job
-from burstpool.sweeping.feed import Feed, moved
+from burstpool.sweeping.feed import Batch, Feed, moved
+from burstpool.sweeping.options import StepOptions
 
 
 class TrialArray:
     """Trials that train as one."""
 
-    def __init__(self, *, device: torch.device, mode: Execution, batch: int | None) -> None:
+    def __init__(
+        self, *, device: torch.device, mode: Execution, batch: int | None, options: StepOptions | None = None
+    ) -> None:
         self.device, self.mode, self.batch = device, mode, batch
+        self.options = options or StepOptions()
         self.numbers: list[int] = []
         """Trials, in the order of members."""
         self.jobs: list[Job] = []
@@ -36,11 +40,13 @@ class TrialArray:
     def place(self, number: int, job: Job, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
         """Takes a trial in, as it was saved or new."""
         model = model.to(self.device)
-        state = fresh_state(job, model) if saved is None else saved
+        state = fresh_state(job, model) if saved is None else dict(saved)
         if self.array is None:
             example = moved(job.samples(self.batch or job.batch)[0], self.device)
             array = FusedArray([model], example, seeds=[job.seed], mode=self.mode)
             attach(array, [job])
+            if self.options.autocast == "fp16":
+                array.loss_scaler()
             self.array, index = array, 0
         else:
             schedule = {"schedule": job.scheduler} if job.scheduler else None
@@ -49,6 +55,8 @@ class TrialArray:
                 self.array.drop(0)
                 index = 0
         try:
+            if saved is None:
+                state["scalers"] = [scaler.member_state_dict(index) for scaler in self.array.scalers]
             self.array.resume_member(index, state)
         except Exception:
             if self.numbers:
@@ -84,15 +92,7 @@ class TrialArray:
         for _ in range(num_steps):
             batch = feed.take()
             if self._step is None:
-                self._step = RecordedStep(
-                    array,
-                    array.optimizers[0],
-                    self.jobs[0].loss,
-                    batch.inputs,
-                    batch.target,
-                    per_member=batch.per_member,
-                    must_record=False,
-                )
+                self._step = self._recorded(batch)
             # Kept on the device: reading them here would wait for every step. The next step overwrites its own.
             losses.append(self._step(batch.inputs, batch.target).clone())
             for schedule in array.schedulers:
@@ -101,6 +101,20 @@ class TrialArray:
                 break
         self.clock += len(losses)
         return torch.stack(losses).cpu()
+
+    def _recorded(self, batch: Batch) -> RecordedStep:
+        array = self._array
+        return RecordedStep(
+            array,
+            array.optimizers[0],
+            self.jobs[0].loss,
+            batch.inputs,
+            batch.target,
+            per_member=batch.per_member,
+            autocast=self.options.autocast_dtype,
+            scaler=array.scalers[0] if array.scalers else None,
+            must_record=False,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The whole array, in the memory of the host."""
