@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from sweep_alone import alone
-from sweep_jobs import single
+from sweep_jobs import job, single
 
 import burstpool
 from burstpool.cli.app import run
@@ -65,6 +65,22 @@ def test_fused_under_autocast_trials_differ_from_alone_by_the_formats_rounding(t
         assert losses == pytest.approx(expected, rel=2e-2), "bf16 has 8 bits: 0.4% an operator"
 
 
+def test_gradients_are_clipped_for_each_trial_by_its_own_norm(tmp_path: Path) -> None:
+    result = swept({"lr": [0.1, 0.03], "seed": [0, 1]}, tmp_path / "run", job, mode="rules", clip_norm=0.5)
+    for trial, losses in zip(result.trials, curves(result), strict=True):
+        made = job(**trial.settings)  # type: ignore[arg-type]
+        assert losses == pytest.approx(alone(made, STEPS, clip_norm=0.5)[0], rel=1e-9), trial
+        assert losses != pytest.approx(alone(made, STEPS)[0], rel=1e-3), "clipping does something"
+
+
+def test_scaled_gradients_are_clipped_as_if_they_were_not_scaled(tmp_path: Path) -> None:
+    space = {"scale": [1.0, 3e3], "lr": [1e-3]}
+    result = swept(space, tmp_path / "run", autocast="fp16", clip_norm=0.5)
+    for trial, losses in zip(result.trials, curves(result), strict=True):
+        made = single(**trial.settings)  # type: ignore[arg-type]
+        assert losses == pytest.approx(alone(made, STEPS, autocast=torch.float16, clip_norm=0.5)[0], rel=1e-5), trial
+
+
 def test_evaluation_runs_under_the_same_autocast(tmp_path: Path) -> None:
     result = swept({"lr": [0.1]}, tmp_path / "run", autocast="bf16")
     made = single(**result.best.settings)  # type: ignore[arg-type]
@@ -81,7 +97,7 @@ def test_evaluation_runs_under_the_same_autocast(tmp_path: Path) -> None:
 
 def test_a_sweep_goes_on_with_the_options_it_began_with(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    whole = swept({"lr": [0.1, 0.03]}, folder, autocast="bf16")
+    whole = swept({"lr": [0.1, 0.03]}, folder, autocast="bf16", clip_norm=0.5)
     assert SweepRecord.load(folder / "sweep.json").step_options == whole.record.step_options
     (folder / "trials.json").unlink()  # as if it had been killed before its first checkpoint
     again = burstpool.sweep(single, resume=folder)
@@ -92,6 +108,8 @@ def test_a_sweep_goes_on_with_the_options_it_began_with(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--autocast", "fp8"], "--autocast fp8 is unknown; give bf16 or fp16"),
+        (["--clip-norm", "0"], "--clip-norm 0.0 must be more than 0; leave it out not to clip"),
+        (["--clip-norm", "nan"], "--clip-norm nan must be more than 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(

@@ -59,6 +59,9 @@ def sweep(
     autocast: Annotated[
         str | None, typer.Option(help="bf16 or fp16, with a loss scale for each trial; also in evaluation.")
     ] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="Clip each trial's gradients to this norm over its whole model.")
+    ] = None,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Export every finished trial, not the best alone.")
     ] = False,
@@ -89,6 +92,7 @@ def sweep(
         "threads": threads,
         "batch": batch,
         "autocast": autocast,
+        "clip_norm": clip_norm,
         "keep_all": keep_all,
         "checkpoint_every_s": checkpoint_every,
         "run_folder": run_folder,

@@ -22,10 +22,14 @@ class StepOptions:
     autocast: Autocast | None = None
     """Number format of matrix products, in training and evaluation; with fp16 each trial has a loss scale of its own,
     and an overflow of its gradients skips its step alone."""
+    clip_norm: float | None = None
+    """Scales a trial's gradients down so that their norm over all of its parameters is at most this."""
 
     def __post_init__(self) -> None:
         if self.autocast not in (None, *get_args(Autocast)):
             raise RunError(f"--autocast {self.autocast} is unknown; give {' or '.join(get_args(Autocast))}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise RunError(f"--clip-norm {self.clip_norm} must be more than 0; leave it out not to clip")
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

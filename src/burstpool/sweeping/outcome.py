@@ -150,7 +150,8 @@ def _details(folder: SweepFolder, record: SweepRecord) -> dict[str, str]:
     found = {"source": record.source, "started": record.started, "folder": str(folder.path)}
     found |= {name: ", ".join(map(str, getattr(axis, "values", (axis,)))) for name, axis in axes.items()}
     found |= {"steps": str(record.steps), "array size": str(record.sizing.places), "mode": record.mode}
-    found |= {"autocast": record.step_options.autocast or "", "device": record.device}
+    options = record.step_options
+    found |= {"autocast": options.autocast or "", "clip norm": str(options.clip_norm or ""), "device": record.device}
     found |= {"seed of the search": str(record.seed)}
     found |= {f"{name} version": version for name, version in record.versions.items()}
     return {name: text for name, text in found.items() if text}

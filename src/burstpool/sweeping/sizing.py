@@ -110,6 +110,9 @@ def _serial_step_s(job: Job, device: torch.device, samples: int, options: StepOp
             with options.autocasting(device):
                 loss = job.loss(model(*args, **kwargs), batch.target)
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if options.clip_norm is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
             scaler.step(optimizer)
             scaler.update()
 

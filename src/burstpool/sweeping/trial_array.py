@@ -112,6 +112,7 @@ class TrialArray:
             batch.target,
             per_member=batch.per_member,
             autocast=self.options.autocast_dtype,
+            max_norm=self.options.clip_norm,
             scaler=array.scalers[0] if array.scalers else None,
             must_record=False,
         )
