@@ -1,5 +1,6 @@
 """How steps are computed (number formats, clipping, compiling): each trial still comes out as if it were alone."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from sweep_jobs import job, single
 
 import burstpool
 from burstpool.cli.app import run
+from burstpool.fusion.compiled import APART, TOGETHER
+from burstpool.fusion.step import WRITTEN, RecordedStep
 from burstpool.sweeping.folder import SweepFolder, SweepRecord
 from burstpool.sweeping.outcome import SweepResult
 
@@ -81,6 +84,29 @@ def test_scaled_gradients_are_clipped_as_if_they_were_not_scaled(tmp_path: Path)
         assert losses == pytest.approx(alone(made, STEPS, autocast=torch.float16, clip_norm=0.5)[0], rel=1e-5), trial
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own code
+@pytest.mark.parametrize("way", [WRITTEN, TOGETHER, APART])
+def test_a_compiled_sweep_trains_every_trial_as_if_alone_whatever_is_fastest(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is handed to the compiler is tested here; what Inductor makes of it is torch's.
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="aot_eager"))
+    used, before = set(), RecordedStep.__call__
+
+    def spying(self: RecordedStep, *batch: Any) -> torch.Tensor:
+        self.way = way  # as if it were the fastest
+        used.add((way, len(self.array)))
+        return before(self, *batch)
+
+    monkeypatch.setattr(RecordedStep, "__call__", spying)
+    space = {"lr": [0.1, 0.03, 0.01], "dropout": [0.0]}
+    result = swept(space, tmp_path / "run", job, mode="rules", array_size=2, compiled=True, clip_norm=0.5)
+    assert used == {(way, 2), (way, 1)}
+    for trial, losses in zip(result.trials, curves(result), strict=True):
+        made = job(**trial.settings)  # type: ignore[arg-type]
+        assert losses == pytest.approx(alone(made, STEPS, clip_norm=0.5)[0], rel=1e-9), trial
+
+
 def test_evaluation_runs_under_the_same_autocast(tmp_path: Path) -> None:
     result = swept({"lr": [0.1]}, tmp_path / "run", autocast="bf16")
     made = single(**result.best.settings)  # type: ignore[arg-type]
@@ -109,6 +135,7 @@ def test_a_sweep_goes_on_with_the_options_it_began_with(tmp_path: Path) -> None:
     [
         (["--autocast", "fp8"], "--autocast fp8 is unknown; give bf16 or fp16"),
         (["--clip-norm", "0"], "--clip-norm 0.0 must be more than 0; leave it out not to clip"),
+        (["--compile", "--autocast", "fp16"], "--compile does not go with fp16"),
         (["--clip-norm", "nan"], "--clip-norm nan must be more than 0"),
     ],
 )

@@ -62,6 +62,9 @@ def sweep(
     clip_norm: Annotated[
         float | None, typer.Option(help="Clip each trial's gradients to this norm over its whole model.")
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Try torch.compile's steps, too; keep the fastest. Compiling takes long.")
+    ] = False,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Export every finished trial, not the best alone.")
     ] = False,
@@ -93,6 +96,7 @@ def sweep(
         "batch": batch,
         "autocast": autocast,
         "clip_norm": clip_norm,
+        "compiled": compiled,
         "keep_all": keep_all,
         "checkpoint_every_s": checkpoint_every,
         "run_folder": run_folder,

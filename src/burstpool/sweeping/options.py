@@ -24,12 +24,16 @@ class StepOptions:
     and an overflow of its gradients skips its step alone."""
     clip_norm: float | None = None
     """Scales a trial's gradients down so that their norm over all of its parameters is at most this."""
+    compiled: bool = False
+    """Whether steps that torch.compile has taken over are tried as well, and the fastest way kept."""
 
     def __post_init__(self) -> None:
         if self.autocast not in (None, *get_args(Autocast)):
             raise RunError(f"--autocast {self.autocast} is unknown; give {' or '.join(get_args(Autocast))}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise RunError(f"--clip-norm {self.clip_norm} must be more than 0; leave it out not to clip")
+        if self.compiled and self.autocast == "fp16":
+            raise RunError("--compile does not go with fp16, whose losses are scaled; give --autocast bf16")
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

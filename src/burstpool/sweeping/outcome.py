@@ -152,6 +152,7 @@ def _details(folder: SweepFolder, record: SweepRecord) -> dict[str, str]:
     found |= {"steps": str(record.steps), "array size": str(record.sizing.places), "mode": record.mode}
     options = record.step_options
     found |= {"autocast": options.autocast or "", "clip norm": str(options.clip_norm or ""), "device": record.device}
+    found |= {"compiled": "where faster" if options.compiled else ""}
     found |= {"seed of the search": str(record.seed)}
     found |= {f"{name} version": version for name, version in record.versions.items()}
     return {name: text for name, text in found.items() if text}

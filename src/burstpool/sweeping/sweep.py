@@ -51,6 +51,7 @@ def sweep(
     batch: int | None = None,
     autocast: Autocast | None = None,
     clip_norm: float | None = None,
+    compiled: bool = False,
     keep_all: bool = False,
     checkpoint_every_s: float = 30.0,
     run_folder: str | Path | None = None,
@@ -62,8 +63,9 @@ def sweep(
     `job` is `"job.py"`, `"zoo:NAME"` or a function that returns a Job; `space` says which values its arguments take:
     a list, a `Range`, or a text as `--set` takes it. `search` is grid, random, asha or optuna. `seed` is the search's;
     a trial's own is its job's. `array_size` is measured unless given; `threads` are torch's on the CPU. `autocast`
-    is bf16 or fp16, `clip_norm` the most that the norm of a trial's gradients may be, as `train` has them. `resume`
-    names a run folder to go on with: all else is then as it was, and only a function must be passed again.
+    is bf16 or fp16, `clip_norm` the most that the norm of a trial's gradients may be, as `train` has them. With
+    `compiled` steps made by torch.compile are tried, too. `resume` names a run folder to go on with: all else is then
+    as it was, and only a function must be passed again.
     """
     begin_s = time.perf_counter()
     if resume is not None:
@@ -75,7 +77,7 @@ def sweep(
     if not checked.axes:
         raise RunError("there is nothing to search; give at least one --set name=a,b,c")
     _check(mode, device, {"steps": steps, "array-size": array_size, "batch": batch, "threads": threads})
-    step_options = StepOptions(autocast=autocast, clip_norm=clip_norm)
+    step_options = StepOptions(autocast=autocast, clip_norm=clip_norm, compiled=compiled)
     count = number_of_trials(search, checked, trials)
     setting = SearchSetting(space=checked, num_trials=count, steps=steps, seed=seed, eta=eta, first_rung=first_rung)
     asked = make_search(search, setting)

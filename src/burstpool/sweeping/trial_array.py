@@ -114,6 +114,7 @@ class TrialArray:
             autocast=self.options.autocast_dtype,
             max_norm=self.options.clip_norm,
             scaler=array.scalers[0] if array.scalers else None,
+            compiled=self.options.compiled,
             must_record=False,
         )
 
