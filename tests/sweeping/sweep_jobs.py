@@ -183,14 +183,14 @@ def judged(lr: float = 0.1, sound: bool = True) -> Job:
     )
 
 
-def single(lr: float = 0.1, scale: float = 1.0, momentum: float = 0.9, seed: int = 0) -> Job:
+def single(lr: float = 0.1, scale: float = 1.0, seed: int = 0, held_out: bool = True) -> Job:
     """In single precision, as autocast wants it; its loss is multiplied, so that fp16 gradients can overflow."""
     return Job(
         model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), _Scaled(scale), nn.Linear(8, 10)),
         loss=F.cross_entropy,
         data=digits(),
-        evaluation=digits(train=False),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum),
+        evaluation=digits(train=False) if held_out else None,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
         batch=8,
         seed=seed,
     )

@@ -1,17 +1,21 @@
 """Sweeps that are killed or interrupted, in real processes: they end with the same numbers as one that was not."""
 
+import functools
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from sweep_jobs import job
+from sweep_jobs import job, single
 
 import burstpool
 from burstpool.errors import RunError
@@ -21,6 +25,7 @@ from burstpool.sweeping.runner import InterruptedSweep
 JOBS = Path(__file__).with_name("sweep_jobs.py")
 SPACE = {"lr": "log:1e-3..1e0", "momentum": "0.0,0.9", "width": "4,6"}
 OPTIONS = {"search": "asha", "trials": 10, "steps": 54, "first_rung": 6, "array_size": 3, "mode": "rules"}
+RATES = {"lr": [0.1, 0.03, 0.01], "held_out": [False]}
 PATIENCE_S = 60.0
 
 
@@ -44,11 +49,14 @@ def wait_for_steps(process: "subprocess.Popen[str]", folder: Path, steps: int) -
         time.sleep(0.01)
 
 
-def test_a_sweep_that_was_killed_and_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    whole = burstpool.sweep(str(JOBS), SPACE, run_folder=tmp_path / "whole", **OPTIONS)  # type: ignore[arg-type]
+@pytest.mark.parametrize("mode", ["rules", "fastest"])
+def test_a_sweep_that_was_killed_and_interrupted_ends_as_one_that_was_not(mode: str, tmp_path: Path) -> None:
+    # With "fastest" both sweeps find the same measurements in the cache, and the second keeps its own.
+    options = OPTIONS | {"mode": mode}
+    whole = burstpool.sweep(str(JOBS), SPACE, run_folder=tmp_path / "whole", **options)  # type: ignore[arg-type]
     broken = tmp_path / "broken"
     words = [word for name, axis in SPACE.items() for word in ("--set", f"{name}={axis}")]
-    words += [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     killed = start(str(JOBS), *words, "--run-folder", str(broken), "--checkpoint-every", "0")
     wait_for_steps(killed, broken, 20)
     killed.kill()
@@ -70,6 +78,43 @@ def test_a_sweep_that_was_killed_and_interrupted_ends_as_one_that_was_not(tmp_pa
     assert all(torch.equal(mine[key], other[key]) for key in other)
     curves = [SweepFolder(path).read_losses(whole.trials) for path in (broken, tmp_path / "whole")]
     assert curves[0] == curves[1]
+
+
+def interrupted_after(done: int, folder: Path, **options: Any) -> None:
+    """A sweep that a Ctrl-C ends after so many steps."""
+    seen = 0
+
+    def observer(progress: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == done:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(InterruptedSweep):
+        burstpool.sweep(single, RATES, run_folder=folder, observer=observer, **options)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own code
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sweep_goes_on_with_the_ways_it_had_measured_though_others_are_faster_by_now(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("burstpool.sweeping.runner._OBSERVE_S", -1.0)  # at every step
+    options = {"steps": 20, "array_size": 3, "mode": "fastest", "compiled": compiled}
+
+    # Measured last are one member after another, and each compiled on its own: they seem the fastest at first.
+    times_s: Iterator[float] = (1.0 / count for count in itertools.count(1))
+    for module in ("lowering", "step"):
+        monkeypatch.setattr(f"burstpool.fusion.{module}.timed", lambda function, device: (function(), next(times_s))[1])
+    whole = burstpool.sweep(single, RATES, run_folder=tmp_path / "whole", **options)
+    interrupted_after(7, tmp_path / "broken", **options)
+    monkeypatch.setenv("BURSTPOOL_CACHE", str(tmp_path / "another"))
+    times_s = map(float, itertools.count(1))  # now all members at once, as written
+    fresh = burstpool.sweep(single, RATES, run_folder=tmp_path / "fresh", **options)
+    assert fresh.trials != whole.trials, "the other ways round otherwise"
+    resumed = burstpool.sweep(single, resume=tmp_path / "broken")
+    assert resumed.trials == whole.trials
 
 
 def test_a_finished_sweep_can_be_resumed_and_says_the_same(tmp_path: Path) -> None:

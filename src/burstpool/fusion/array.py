@@ -13,6 +13,7 @@ Shapes: M = members, N = samples.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -118,6 +119,8 @@ class FusedArray:
         """Compiled functions of a whole step, by what they are for (fusion/compiled.py); making them takes long."""
         self.recording = False
         """Whether a step is being recorded: lowerings are then compared as recorded ones."""
+        self.choices_file: Path | None = None
+        """Where what was measured for this array is kept besides the machine's cache; for those who go on with it."""
         self.jobs: list[Job] = []
         """What the members were made of, where the array was made from jobs."""
 

@@ -10,7 +10,7 @@ misleads it: so the whole is compared with the rules' own choices, and the faste
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +45,15 @@ def cache_file(device: torch.device) -> Path:
 
 
 class Choices:
-    """Measured times, by what was measured."""
+    """Measured times, by what was measured: those of this machine, and before them those that an array keeps."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.file = cache_file(device)
+    def __init__(self, device: torch.device, kept_in: Path | None = None) -> None:
+        """`kept_in` is a file for all times that are looked up here: whoever goes on with it chooses alike."""
+        self.file, self.kept_in = cache_file(device), kept_in
         self.times_s = self._read(self.file)
-        self.measured = 0
-        """How many were not on disk."""
+        self.kept_s = self._read(kept_in) if kept_in is not None else {}
+        self.measured = self.added = 0
+        """How many were not on disk: on the machine's, in the array's own file."""
 
     @staticmethod
     def _read(file: Path) -> dict[str, dict[str, float]]:
@@ -63,23 +65,45 @@ class Choices:
 
     def best(self, key: str, candidates: Mapping[str, Callable[[], float]]) -> str:
         """The fastest candidate's name; measures those that were never measured."""
-        known = self.times_s.get(key, {})
-        if known.keys() != candidates.keys():
-            known = self.times_s[key] = {name: measure() for name, measure in candidates.items()}
-            self.measured += 1
-        return min(known, key=known.__getitem__)
+        known = self.known(key, candidates.keys())
+        return known or self.learn(key, {name: measure() for name, measure in candidates.items()})
+
+    def known(self, key: str, names: Collection[str]) -> str | None:
+        """The fastest of these as they were measured once; None where they were not."""
+        for times_s in (self.kept_s.get(key, {}), self.times_s.get(key, {})):
+            if times_s.keys() == set(names):
+                return self._keep(key, times_s)
+        return None
+
+    def learn(self, key: str, times_s: dict[str, float]) -> str:
+        """Takes up what was measured; returns the fastest's name."""
+        self.times_s[key] = times_s
+        self.measured += 1
+        return self._keep(key, times_s)
+
+    def _keep(self, key: str, times_s: dict[str, float]) -> str:
+        if self.kept_s.get(key) != times_s:
+            self.kept_s[key] = times_s
+            self.added += 1
+        return min(times_s, key=times_s.__getitem__)
 
     def save(self) -> None:
-        """Writes the file in one move, so that a reader never sees half of it."""
-        if not self.measured:
-            return
-        try:
+        """Writes the files."""
+        if self.measured:
             # What other processes have measured meanwhile stays.
             self.times_s = {**Choices._read(self.file), **self.times_s}
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            part = self.file.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(self.times_s))
-            part.replace(self.file)
+            self._write(self.file, self.times_s)
+        if self.added and self.kept_in is not None:
+            self._write(self.kept_in, self.kept_s)
+
+    @staticmethod
+    def _write(file: Path, times_s: dict[str, dict[str, float]]) -> None:
+        """In one move, so that a reader never sees half of it."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(times_s))
+            part.replace(file)
         except OSError:
             return  # a full or read-only disk costs a measurement next time, no more
 
@@ -101,7 +125,7 @@ def choose_lowerings(
     if plan.choice is None:
         if array.device.type == "cuda":
             plan.merge()
-        choices = Choices(array.device)
+        choices = Choices(array.device, array.choices_file)
         _Tuner(array, mode, plan, choices).tune(batched, values, serial=serial)
         choices.save()
     return plan
@@ -134,7 +158,7 @@ class _Tuner:
     def _visit(self, step: Step, arguments: list[Any], result: Any) -> Any:
         if step.lowered.others:
             candidates = {"": step.lowered.kernel, **step.lowered.others}
-            key = f"{step.node.target} {_described(arguments)} {self._setting()}"
+            key = f"{step.node.target} {described(arguments)} {self._setting()}"
             measures = {name: self._measure(kernel, arguments) for name, kernel in candidates.items()}
             step.choose(self.choices.best(key, measures))
             return step.kernel(self.run(), *arguments)  # in the layout that the next operator will find
@@ -193,9 +217,18 @@ class _Tuner:
             candidates[_STREAMS] = lambda: times * self._timed(lambda: one_by_one(True), run)
         if len(candidates) == 1:
             return _FUSED
-        text = "\n".join(f"{operator.text} {dict(operator.numbers)}" for operator in self.mode.operators[0])
-        key = f"plan {text} {_described(inputs)} {self._setting()} {chosen}"
-        return self.choices.best(hashlib.sha256(key.encode()).hexdigest()[:32], candidates)
+        key = f"plan {graph_text(self.mode)} {described(inputs)} {self._setting()} {chosen}"
+        return self.choices.best(short_key(key), candidates)
+
+
+def graph_text(mode: Mode) -> str:
+    """The first member's operators, a line each."""
+    return "\n".join(f"{operator.text} {dict(operator.numbers)}" for operator in mode.operators[0])
+
+
+def short_key(key: str) -> str:
+    """A key that takes the place of a long one."""
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def _copied(value: Any) -> Any:
@@ -219,11 +252,12 @@ def _backward(result: Any) -> None:
         torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """Shapes, layouts and number formats of tensors, and all else as it prints."""
     if isinstance(value, Tensor):
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
         return f"{list(value.shape)}{''.join(map(str, order))}{str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_described(item) for item in value)}]"
+        return f"[{', '.join(described(item) for item in value)}]"
     return repr(value)

@@ -14,6 +14,7 @@ Ignores host-side work between the parts: clipping by other means than `max_norm
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
 from burstpool.fusion.gradients import leave_gradients
+from burstpool.fusion.lowering import Choices, described, graph_text, short_key
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 from burstpool.fusion.scaler import LossScaler
 from burstpool.fusion.serial import draws
@@ -82,7 +84,7 @@ class RecordedStep:
             given = {"per_member": per_member, "autocast": autocast}
             self._ways, self.left_out = compiled_ways(array, loss, **given)  # type: ignore[arg-type]
         if array.device.type == "cuda" and (must_record or isinstance(optimizer, FusedOptimizer)):
-            self._record([WRITTEN, *self._ways])
+            self._record(self._ways_to_try())
         elif self._ways:
             self._choose()
 
@@ -159,16 +161,47 @@ class RecordedStep:
 
     def _choose(self) -> None:
         """The fastest way where nothing is recorded."""
+        ways = self._ways_to_try()
+        if len(ways) == 1:
+            self.way = ways[0]
+            return
         saved, (inputs, targets) = self.array.state_dict(), self._static
-        times_s: dict[str, float] = {}
-        for way in (WRITTEN, *self._ways):
+        times_s = dict.fromkeys(ways, math.inf)
+        for way in ways:
             self.way = way
             try:
                 times_s[way] = timed(lambda: self._step(inputs, targets), self.array.device)  # type: ignore[arg-type]
             except Exception as error:  # the compiler's own
                 self._leave_out(way, error)
             self._rewind(saved)
-        self.way = min(times_s, key=times_s.__getitem__)
+        self.way = self._learnt(times_s)
+
+    def _ways_to_try(self) -> list[str]:
+        """All there are, or the one that was the fastest when they were last compared."""
+        ways = [WRITTEN, *self._ways]
+        if not self._ways:
+            return ways
+        choices = self._choices()
+        known = choices.known(self._key(), ways)
+        choices.save()
+        return [known] if known is not None else ways
+
+    def _learnt(self, times_s: dict[str, float]) -> str:
+        choices = self._choices()
+        fastest = choices.learn(self._key(), times_s)
+        choices.save()
+        return fastest
+
+    def _choices(self) -> Choices:
+        return Choices(self.array.device, self.array.choices_file)
+
+    def _key(self) -> str:
+        """What the fastest way depends on. Of the loss only the name: mistaking one for another costs time, no more."""
+        array, loss = self.array, getattr(self.loss, "__qualname__", type(self.loss).__qualname__)
+        kind = type(self.optimizer.proxies[0]).__name__
+        setting = f"M={len(array)} autocast={self.autocast} own={self.per_member} clipped={self.max_norm is not None}"
+        shapes = described(pytree.tree_leaves(self._static))
+        return short_key(f"step {graph_text(array.mode)} {shapes} {setting} {kind} {loss}")
 
     def _leave_out(self, way: str, error: Exception) -> None:
         if way == WRITTEN:
@@ -204,12 +237,13 @@ class RecordedStep:
     def _record_fastest(self, ways: Sequence[str], saved: dict[str, Any]) -> None:
         """Records each way, keeps the one whose replay is shortest."""
         kept: tuple[float, str, torch.cuda.CUDAGraph, Tensor] | None = None
+        times_s = dict.fromkeys(ways, math.inf)
         for way in ways:
             self.way = way
             try:
                 self._warm_up_and_capture(saved)
                 assert self._graph is not None
-                time_s = replay_time(self._graph, self.array.device) if len(ways) > 1 else 0.0
+                time_s = times_s[way] = replay_time(self._graph, self.array.device) if len(ways) > 1 else 0.0
             except Exception as error:  # of a compiled way: the compiler's own, or no memory for one more
                 self._leave_out(way, error)
             else:
@@ -217,10 +251,12 @@ class RecordedStep:
                     kept = time_s, way, self._graph, self._losses
             self._graph, self._losses = None, torch.empty(0)
             self._rewind(saved)
-        if kept is None:  # of a compiled way that is recorded anew
+        if kept is None:  # the way that was the fastest once cannot be had any more
             self._record_fastest([WRITTEN], saved)
-        else:
-            _, self.way, self._graph, self._losses = kept
+            return
+        _, self.way, self._graph, self._losses = kept
+        if len(ways) > 1:
+            self._learnt(times_s)
 
     def _warm_up_and_capture(self, saved: dict[str, Any]) -> None:
         inputs, targets = self._static

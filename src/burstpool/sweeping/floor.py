@@ -84,7 +84,11 @@ class Floor:
             return self.arrays[group]
         mode: Execution = self.record.mode  # type: ignore[assignment]
         self.arrays[group] = TrialArray(
-            device=self.device, mode=mode, batch=self.record.batch, options=self.record.step_options
+            device=self.device,
+            mode=mode,
+            batch=self.record.batch,
+            options=self.record.step_options,
+            choices_file=self.folder.choices,
         )
         return self.arrays[group]
 

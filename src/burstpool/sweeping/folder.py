@@ -4,6 +4,7 @@ sweep.json           what was asked: job, space, search, steps, array size, vers
 trials.json          every trial, and who is in which array; names the checkpoint it goes with
 losses.jsonl         training losses: trial, first step, losses
 checkpoints/         the arrays' state
+choices.json         how arrays compute, where that was measured: a sweep that goes on must not choose otherwise
 states/              the state of trials that are in no array: paused ones, and the best
 weights.safetensors  the best trial, with the user's own keys
 weights/             with `keep_all`: every trial that was trained to its end
@@ -122,6 +123,7 @@ class SweepFolder:
         self.losses = path / "losses.jsonl"
         self.checkpoints = path / "checkpoints"
         self.states = path / "states"
+        self.choices = path / "choices.json"
         self.weights = path / "weights.safetensors"
         self.all_weights = path / "weights"
         self.report = path / "report.html"

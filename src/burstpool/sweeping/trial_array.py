@@ -6,6 +6,7 @@ schedule, random stream), whether it is new or was here before, and leaves with 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,17 @@ class TrialArray:
     """Trials that train as one."""
 
     def __init__(
-        self, *, device: torch.device, mode: Execution, batch: int | None, options: StepOptions | None = None
+        self,
+        *,
+        device: torch.device,
+        mode: Execution,
+        batch: int | None,
+        options: StepOptions | None = None,
+        choices_file: Path | None = None,
     ) -> None:
+        """`choices_file` is where measured choices are kept: an array that goes on computes as it did before."""
         self.device, self.mode, self.batch = device, mode, batch
-        self.options = options or StepOptions()
+        self.options, self.choices_file = options or StepOptions(), choices_file
         self.numbers: list[int] = []
         """Trials, in the order of members."""
         self.jobs: list[Job] = []
@@ -44,6 +52,7 @@ class TrialArray:
         if self.array is None:
             example = moved(job.samples(self.batch or job.batch)[0], self.device)
             array = FusedArray([model], example, seeds=[job.seed], mode=self.mode)
+            array.choices_file = self.choices_file
             attach(array, [job])
             if self.options.autocast == "fp16":
                 array.loss_scaler()
