@@ -286,3 +286,16 @@ def test_a_sweep_without_trials_in_arrays_names_no_checkpoint(tmp_path: Path) ->
     result = swept(job, {"lr": [0.1]}, tmp_path / "run", steps=60, checkpoint_every_s=0.0)
     assert result.state.checkpoint == ""
     assert not list((result.folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("options", [{}, {"search": "asha", "trials": 3, "first_rung": 6, "steps": 18}])
+def test_a_trial_that_is_alone_in_its_array_is_trained_by_the_plain_module_and_as_if_alone(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(self: FusedArray, *args: Any, **options: Any) -> torch.Tensor:
+        raise AssertionError("the array was run")
+
+    monkeypatch.setattr(FusedArray, "losses", never)
+    # Dropout, batch norm, momentum and a schedule must come back from the array and go there again at every rung.
+    result = swept(job, {"lr": [0.1, 0.03, 0.01]}, tmp_path / "run", array_size=1, mode="fastest", **options)
+    assert_as_alone(result, jobs_of(result, job))

@@ -19,6 +19,7 @@ from burstpool.fusion.jobs import attach
 from burstpool.fusion.step import RecordedStep
 from burstpool.job import Job
 from burstpool.sweeping.feed import Batch, Feed, moved
+from burstpool.sweeping.lone import can_run_alone, run_alone
 from burstpool.sweeping.options import StepOptions
 
 
@@ -97,6 +98,10 @@ class TrialArray:
         """Trains, from each member's own step on; returns the losses [steps, M]. `stop` is asked after each step."""
         array = self._array
         feed = Feed(self.jobs, steps, batch=self.batch, device=self.device)
+        if self.mode == "fastest" and can_run_alone(array, self.options):
+            found = run_alone(array, self.jobs[0], feed, self.options, num_steps=num_steps, stop=stop)
+            self.clock += len(found)
+            return found
         losses: list[Tensor] = []
         for _ in range(num_steps):
             batch = feed.take()
