@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from burstpool.cluster.heap import freed_memory_kept
 from burstpool.model.block import Block
 from burstpool.profiling.rest import MeasuredRest, RestOfStep
 from burstpool.profiling.session import Session
@@ -73,7 +74,7 @@ def measure_in_step(session: Session, blocks: Sequence[Block], batch: int, watch
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with rest.parameters_left_as_they_were() if rest else contextlib.nullcontext():
+        with freed_memory_kept(), rest.parameters_left_as_they_were() if rest else contextlib.nullcontext():
             repeat(once, target_s=_TARGET_S, most=_MAX_STEPS)
     finally:
         if collecting:

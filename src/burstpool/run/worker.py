@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from burstpool.cluster.cores import calm_gloo, claim_core
+from burstpool.cluster.heap import keep_freed_memory
 from burstpool.engine.base import Place, phrase
 from burstpool.errors import RunError
 from burstpool.job import Job, load_job
@@ -198,6 +199,8 @@ def joined(place: Place, options: RunOptions) -> Iterator[Seat]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which may not resolve
     if options.device == "cpu" and torch.get_num_threads() == 1:
         claim_core(num_workers=place.num_local)
+    if options.device == "cpu":
+        keep_freed_memory()
     with calm_gloo():
         _meet(place, timedelta(seconds=options.timeout_s))
     try:
