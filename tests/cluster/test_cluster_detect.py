@@ -18,6 +18,7 @@ from burstpool.cli.cluster import cluster
 from burstpool.cluster import detect as detect_module
 from burstpool.cluster.detect import detect, machine_memory_bytes, num_cores
 from burstpool.cluster.measure import DeviceRates, fit_link, run_workers
+from burstpool.cluster.reductions import usual_s
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.errors import BurstpoolError, ClusterError
 
@@ -157,6 +158,12 @@ def test_the_fit_finds_a_line_that_is_there(latency_s: float, bytes_per_s: float
     for size, expected_s in seconds.items():
         # 1e-6: the sums cancel by up to the ratio of the times, at most 1e9 here, over doubles' 1e-16.
         assert fitted_latency_s + size / fitted_bytes_per_s == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_a_disturbed_try_does_not_count() -> None:
+    assert usual_s([1.0, 1.4]) == pytest.approx(1.2)
+    assert usual_s([20.0, 1.0]) == pytest.approx(1.0)
+    assert usual_s([0.0, 0.0]) == 0.0
 
 
 def test_the_fit_survives_times_that_do_not_grow() -> None:

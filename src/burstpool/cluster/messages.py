@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from burstpool.cluster.cores import let_gloo_run
 from burstpool.cluster.measure import run_workers
-from burstpool.cluster.reductions import joined_by_gloo, small_step
+from burstpool.cluster.reductions import joined_by_gloo, small_step, usual_s
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +45,8 @@ def message_times(*, timeout_s: float) -> MessageTimes:
     """Between two workers on this machine, both at work."""
     several = [_message_times(timeout_s) for _ in range(_TRIES)]
     return MessageTimes(
-        seconds={size: statistics.fmean(found.seconds[size] for found in several) for size in SENT_BYTES},
-        send_s=statistics.fmean(found.send_s for found in several),
+        seconds={size: usual_s([found.seconds[size] for found in several]) for size in SENT_BYTES},
+        send_s=usual_s([found.send_s for found in several]),
     )
 
 

@@ -22,7 +22,7 @@ from burstpool.cluster.measure import run_workers
 REDUCED_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes that are measured: small models' gradients, and what fills a bucket."""
 _TRIES = 2
-"""How often workers are started anew. A machine has slower and faster seconds, and runs see both: the mean counts."""
+"""How often workers are started anew: a machine has slower and faster seconds, and runs see both."""
 _TURNS = 5
 _STEPS = 24
 """A turn of one size; fewer of the large ones."""
@@ -36,9 +36,13 @@ def reduce_times(num_workers: int, *, timeout_s: float) -> ReduceTimes:
     counts = sorted({2**power for power in range(1, num_workers.bit_length())} | {num_workers})
     several = [_reduce_times(num_workers, counts, timeout_s) for _ in range(_TRIES)]
     return {
-        count: {size: statistics.fmean(found[count][size] for found in several) for size in REDUCED_BYTES}
-        for count in counts
+        count: {size: usual_s([found[count][size] for found in several]) for size in REDUCED_BYTES} for count in counts
     }
+
+
+def usual_s(tries: Sequence[float]) -> float:
+    """The mean of several tries, without those that took half as long again as the fastest: these were disturbed."""
+    return statistics.fmean(time_s for time_s in tries if time_s <= 1.5 * min(tries))
 
 
 def _reduce_times(num_workers: int, counts: list[int], timeout_s: float) -> ReduceTimes:
