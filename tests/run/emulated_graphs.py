@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from burstpool.model import recording
 from burstpool.run import graphs
 from burstpool.run.executor import Executor
 from burstpool.run.loading import Loaded
@@ -20,7 +21,7 @@ from burstpool.run.loading import Loaded
 
 def emulate(executor: Executor) -> None:
     """Has an executor on the CPU capture and replay its steps."""
-    graphs.torch = _Torch()  # type: ignore[assignment]
+    graphs.torch = recording.torch = _Torch()  # type: ignore[assignment]
     executor.passes.allow_nan = True  # looking at the loss is what a capture cannot hold
     executor.wants_graphs = True
     capture = executor._try_to_capture
