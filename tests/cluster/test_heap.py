@@ -14,14 +14,19 @@ _BYTES = 256 << 20
 
 
 def _held_bytes(pipe: Connection, kept: bool) -> None:
-    """How much more the process holds after a large tensor was made and freed."""
+    """How much more the process holds after a large tensor was made and freed.
+
+    As in a worker that profiles: what is kept for a while ends without ending what is kept for good.
+    """
     import torch
 
-    from burstpool.cluster.heap import keep_freed_memory
+    from burstpool.cluster.heap import freed_memory_kept, keep_freed_memory
 
     if kept:
         keep_freed_memory()
     before = _resident_bytes()
+    with freed_memory_kept():
+        torch.ones(_BYTES // 4)
     torch.ones(_BYTES // 4)
     pipe.send(_resident_bytes() - before)
 

@@ -13,20 +13,29 @@ from collections.abc import Iterator
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Numbers of mallopt's parameters, in glibc's malloc.h."""
 _DEFAULTS = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536}
+_keeps = False
+"""Whether this process keeps what it frees, for good or for now."""
 
 
 def keep_freed_memory() -> None:
     """From now on this process keeps what it frees."""
+    global _keeps
     _set({_TRIM_THRESHOLD: -1, _MMAP_MAX: 0})
+    _keeps = True
 
 
 @contextlib.contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keeps it inside, gives it back at the end."""
+    """Keeps it inside, gives it back at the end, unless the process has kept it before."""
+    global _keeps
+    if _keeps:
+        yield
+        return
     keep_freed_memory()
     try:
         yield
     finally:
+        _keeps = False
         _set(_DEFAULTS)
         if (library := _glibc()) is not None:
             library.malloc_trim(0)
