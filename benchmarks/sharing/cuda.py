@@ -18,6 +18,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import multiprocessing as mp
 import os
 import shutil
@@ -40,6 +41,8 @@ BACKGROUNDS = "resnet50:32,resnet18:8,array:16"
 BUDGETS = (1.05, 1.10, 1.20)
 MPS_PERCENT = (100, 50, 30, 10)
 LEAST_STEPS = 80
+LONG_STEP_S = 0.03
+"""Of steps longer than that, half as many are the least."""
 LEAD_S = 0.1
 """How long a background process runs before the foreground's."""
 MPS_FOLDER = "/tmp/burstpool-mps"
@@ -239,6 +242,7 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
     """Builds all jobs, then does what it is told: (way, background, budget, seconds)."""
     from burstpool.share.at_work import BackgroundWork
     from burstpool.share.gpu import alone_in_a_group, streams
+    from burstpool.share.width import Widths
 
     prepare()
     with alone_in_a_group() as control:
@@ -250,6 +254,7 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
         pipe.recv()
         # Once more, now that no other process uses the GPU: pieces are cut and compared by how long they take.
         for work in (foreground, *works.values()):
+            work.steps.alone_s = math.nan
             work.steps.capture()
         unranked = on_plain_stream(foreground, plain)
         for work in (foreground, *works.values()):
@@ -257,6 +262,7 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
             print(
                 f"{work.name}: {1e3 * work.steps.alone_s:.3f} ms, pieces {lengths}"[:400], file=sys.stderr, flush=True
             )
+        widths: dict[str, Widths] = {}
         pipe.send("ready")
         while (order := pipe.recv()) is not None:
             way, name, budget, seconds = order
@@ -264,13 +270,17 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
             work.losses.clear()
             try:
                 if way == "ours":
-                    answer = ours(foreground, BackgroundWork(work), budget, seconds, None)
-                elif way == "gaps":
+                    widths[name] = widths.get(name) or Widths(foreground.steps, work.steps)
+                    part = widths[name].take(slowdown=budget)
+                    answer = {**ours(foreground, BackgroundWork(work), budget, seconds, None), "multiprocessors": part}
+                elif work.steps.stream != low:
+                    work.steps.move(low)
+                if way == "gaps":
                     answer = ours(foreground, BackgroundWork(work), budget, seconds, gaps_of(which, foreground))
                 elif way == "priority":
-                    answer = free(foreground.steps.pieces, high, foreground.steps.alone_s, work, seconds)
-                else:
-                    answer = free(unranked, plain, foreground.steps.alone_s, work, seconds)
+                    answer = free(foreground, work, seconds)
+                elif way == "streams":
+                    answer = free(foreground, work, seconds, stream=plain, pieces=unranked)
             except Exception as error:
                 answer = {"failed": f"{type(error).__name__}: {error}"[:300]}
             pipe.send(answer)
@@ -283,16 +293,17 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
 
     def alone(share_of_time: float) -> list[float]:
         gpu = SharedGpu(foreground, (), Budget(slowdown=budget), program=program)
-        gpu.run(max(int(share_of_time * seconds / step_s), 30))
+        gpu.run(max(int(share_of_time * seconds / step_s), least_steps // 3))
         return gpu.measured.step_s[5:]
 
     idle_s = sum(part.length_s for part in program or () if isinstance(part, Idle))
     step_s = foreground.steps.alone_s + idle_s
+    least_steps = LEAST_STEPS if step_s < LONG_STEP_S else LEAST_STEPS // 2
     plain_s = plain_loop(foreground.steps, foreground.feeder, 40) if program is None else 0.0
     before = alone(0.15)
     begun = time.monotonic()
     gpu = SharedGpu(foreground, (background,), Budget(slowdown=budget), program=program)
-    gpu.run(max(int(seconds / step_s), LEAST_STEPS))
+    gpu.run(max(int(seconds / step_s), least_steps))
     took_s = time.monotonic() - begun
     after = alone(0.15)
     alone_s = statistics.mean(before + after)
@@ -343,48 +354,12 @@ def on_plain_stream(work: Any, plain: Any) -> list[Any]:
     return pieces
 
 
-def free(mine: Any, stream: Any, alone_s: float, work: Any, seconds: float) -> dict[str, float]:
-    """Two streams, nothing held back: the background's queue never runs dry."""
-    alone = foreground_times(mine, stream, 30, lambda: None)
-    pieces, lengths = itertools.cycle(work.steps.pieces), itertools.cycle(work.steps.piece_times_s)
-    ends: collections.deque[Any] = collections.deque()
-    started: list[tuple[Any, float]] = []
+def free(foreground: Any, work: Any, seconds: float, **unranked: Any) -> dict[str, float]:
+    """Two streams, nothing held back."""
+    from burstpool.share.width import together
 
-    def keep_busy() -> None:
-        while ends and ends[0].query():
-            ends.popleft()
-        while len(ends) < 12:
-            with torch.cuda.stream(work.steps.stream):
-                next(pieces)()
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(work.steps.stream)
-            ends.append(event)
-            started.append((event, next(lengths)))
-
-    first = torch.cuda.Event(enable_timing=True)
-    first.record(stream)
-    times = foreground_times(mine, stream, max(int(seconds / alone_s), 30), keep_busy)
-    torch.cuda.synchronize()
-    done_s = sum(length for event, length in started if first.elapsed_time(event) / 1e3 <= sum(times))
-    kept = done_s / sum(times) * work.steps.alone_s / sum(work.steps.piece_times_s)
-    return compared(times[5:], statistics.mean(alone[5:]), kept)
-
-
-def foreground_times(pieces: Any, stream: Any, steps: int, meanwhile: Any) -> list[float]:
-    """Seconds of so many steps, with something else to do for the host."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    torch.cuda.synchronize()
-    marks[0].record(stream)
-    for index in range(steps):
-        with torch.cuda.stream(stream):
-            for piece in pieces:
-                piece()
-        marks[index + 1].record(stream)
-        while not marks[max(index - 1, 0)].query():
-            meanwhile()
-    while not marks[steps].query():
-        meanwhile()
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    found = together(foreground.steps, work.steps, seconds=seconds, **unranked)
+    return compared(found.step_s[5:], found.alone_s, found.kept)
 
 
 def gaps_of(which: Which, foreground: Any) -> list[Any]:

@@ -40,7 +40,9 @@ from burstpool.share.gpu import Idle, SharedGpu, alone_in_a_group, memory_cap, s
 from burstpool.share.graph_steps import GraphStep
 from burstpool.share.keeper import Keeper, sliced_plan
 from burstpool.share.moving import give_back
+from burstpool.share.partition import confined_stream
 from burstpool.share.second_process import SecondProcess
+from burstpool.share.width import PARTS, Widths
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,12 +130,17 @@ def start_eagerly(work: JobAtWork) -> None:
     work.read(all_of_them=True)
 
 
-@pytest.mark.parametrize("gaps", [False, True])
-def test_both_jobs_train_as_they_do_alone(control: dist.ProcessGroup, gaps: bool) -> None:
+@pytest.mark.parametrize(("gaps", "part"), [(False, None), (True, None), (False, 0.3)])
+def test_both_jobs_train_as_they_do_alone(control: dist.ProcessGroup, gaps: bool, part: float | None) -> None:
     high, low = streams(torch.device("cuda", 0))
     foreground = at_work("zoo:tiny_vgg", control, high)
     foreground.start()
     background = start_background(at_work("zoo:tiny_resnet", control, low))
+    if part is not None:
+        tried = Widths(foreground.steps, background.work.steps).tried
+        say(tried)
+        assert set(tried) == {1.0, *PARTS}
+        background.work.steps.move(confined_stream(0, part, low.priority))
     program: list[int | Idle] = list(range(len(foreground.steps.pieces)))
     if gaps:
         program.insert(2, Idle(length_s=5e-4))
@@ -213,6 +220,12 @@ def synchronising_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tens
     """Which no graph can hold."""
     loss = torch.nn.functional.cross_entropy(output, target)
     return loss * (2.0 if loss.item() < 0 else 1.0)
+
+
+def hungry_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Which takes memory anew in every step."""
+    torch.empty(256 << 20, dtype=torch.uint8, device=output.device)
+    return synchronising_loss(output, target)
 
 
 def wide_job(
@@ -341,7 +354,7 @@ def test_a_foreground_that_runs_out_of_memory_gets_the_backgrounds_and_does_its_
     control: dist.ProcessGroup,
 ) -> None:
     high, low = streams(torch.device("cuda", 0))
-    job = wide_job(uncapturable=True, name="foreground")
+    job = dataclasses.replace(wide_job(name="foreground"), loss=hungry_loss)
     foreground = at_work("foreground", control, high, job)
     start_eagerly(foreground)
     background = start_background(at_work("wide", control, low, wide_job(num_layers=4)))

@@ -11,6 +11,12 @@ import torch
 from torch import Tensor, nn
 
 
+def differentiate(total: Tensor, parameters: Iterable[nn.Parameter]) -> None:
+    """As `backward`, but gradients are not accumulated: that would copy some, and mind on which stream."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    leave_gradients(trained, torch.autograd.grad(total, trained, allow_unused=True))
+
+
 def leave_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
     """Sets each parameter's `.grad`."""
     taken: dict[int, list[tuple[int, int]]] = {}

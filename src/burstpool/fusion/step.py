@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
-from burstpool.fusion.gradients import leave_gradients
+from burstpool.fusion.gradients import differentiate
 from burstpool.fusion.lowering import Choices, described, graph_text, short_key
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 from burstpool.fusion.scaler import LossScaler
@@ -136,7 +136,8 @@ class RecordedStep:
             setting = torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext()
             with setting:
                 losses = self.array.losses(inputs, self.loss, *targets, per_member=self.per_member)
-            self._differentiate((losses if self.scaler is None else self.scaler.scale(losses)).sum())
+            total = (losses if self.scaler is None else self.scaler.scale(losses)).sum()
+            differentiate(total, self.array.parameters())
         else:
             losses = self.array.watched(self._ways[self.way](inputs, targets))
             self.array._restore_frozen()
@@ -153,11 +154,6 @@ class RecordedStep:
             return
         self.scaler.step(self.optimizer)
         self.scaler.update()
-
-    def _differentiate(self, total: Tensor) -> None:
-        """As `backward`, but gradients are not accumulated: that would copy some, and mind on which stream."""
-        parameters = [parameter for parameter in self.array.parameters() if parameter.requires_grad]
-        leave_gradients(parameters, torch.autograd.grad(total, parameters, allow_unused=True))
 
     def _choose(self) -> None:
         """The fastest way where nothing is recorded."""

@@ -1,12 +1,13 @@
 """A fused array's training step on one GPU, captured as a CUDA graph and cut into short pieces.
 
 The members share one batch, so they must be jobs of one seed and one batch size over the same data. As with a single
-job (`graph_steps.py`), the first steps are called eagerly and are steps of the training like any other.
+job (`graph_steps.py`), the first steps are called eagerly and are steps of the training like any other. How operators
+run is chosen by measuring, in the first of them, once for a machine: what they compute differs in rounding only.
 """
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,8 +16,10 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import CaptureError, ShareError
 from burstpool.fusion.array import FusedArray
+from burstpool.fusion.gradients import differentiate
 from burstpool.fusion.jobs import attach
 from burstpool.fusion.optim import FusedOptimizer
+from burstpool.fusion.serial import draws
 from burstpool.job import Job
 from burstpool.model.recording import recording
 from burstpool.run.graphs import WARM_UP_STEPS
@@ -45,14 +48,15 @@ class ArrayStep:
         inputs, _ = jobs[0].samples(jobs[0].batch)
         with torch.cuda.stream(stream):
             models = [job.build_model().to(stream.device).train() for job in jobs]
-            self.array = FusedArray(models, _moved(inputs, stream.device), seeds=[job.seed for job in jobs])
+            seeds, example = [job.seed for job in jobs], _moved(inputs, stream.device)
+            self.array = FusedArray(models, example, seeds=seeds, mode="measured")
             attach(self.array, jobs)
         optimizer = self.array.optimizers[0]
         if not isinstance(optimizer, FusedOptimizer):
             raise CaptureError(
                 f"{type(optimizer.proxies[0]).__name__} has no formula for arrays and cannot be captured"
             )
-        self._optimizer = optimizer
+        self._optimizer, optimizer.recorded = optimizer, True
         self._losses = torch.zeros(len(jobs))
         self.step = 0
         """Steps that have begun."""
@@ -63,6 +67,7 @@ class ArrayStep:
         self.pieces: list[Piece] = []
         self.piece_times_s: list[float] = []
         self.alone_s = math.nan
+        """How long a step takes alone, on the whole GPU."""
 
     @property
     def warm_up_steps(self) -> int:
@@ -87,6 +92,22 @@ class ArrayStep:
         random = self.array.streams.states()
         try:
             self._capture()
+        finally:
+            self.array.streams.restore(random)
+
+    def move(self, stream: torch.cuda.Stream) -> None:
+        """Captures the step again for another stream of the same GPU; trains nothing."""
+        torch.cuda.synchronize()
+        self._cut, self.pieces, self.stream = None, [], stream
+        self.capture()
+
+    @contextlib.contextmanager
+    def rehearsed(self) -> Iterator[Callable[[], None]]:
+        """Inside, the pieces may be replayed and train nothing; the call that is yielded does nothing."""
+        random = self.array.streams.states()
+        try:
+            with torch.cuda.stream(self.stream), kept(self.state()):
+                yield lambda: None
         finally:
             self.array.streams.restore(random)
 
@@ -136,7 +157,8 @@ class ArrayStep:
         with torch.cuda.stream(self.stream), kept(self.state()):
             self._cut_graph(None)
             self.piece_times_s = times_of_pieces(self.pieces, lambda: None)
-            self.alone_s = times_of_steps(self.pieces, lambda: None)
+            if math.isnan(self.alone_s):
+                self.alone_s = times_of_steps(self.pieces, lambda: None)
 
     def begin(self, batches: Sequence[Sequence[Batch]]) -> None:
         """Puts the next step's samples in place, from pinned memory; `pieces` are to follow."""
@@ -173,11 +195,15 @@ class ArrayStep:
         self._optimizer.zero_grad()
         inputs, target = self._fixed
         setting = torch.autocast("cuda", dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
-        with setting:
-            self._losses = self.array.losses(inputs, self.jobs[0].loss, target)
+        self.array.recording = True  # operators are chosen by their times in a graph, in the eager steps too
+        try:
+            with setting:
+                self._losses = self.array.losses(inputs, self.jobs[0].loss, target)
+        finally:
+            self.array.recording = False
 
     def _backward(self) -> None:
-        self._losses.sum().backward()  # type: ignore[no-untyped-call]
+        differentiate(self._losses.sum(), self.array.parameters())
 
     def _schedule(self) -> None:
         for scheduler in self.array.schedulers:
@@ -185,7 +211,8 @@ class ArrayStep:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with recording(graph, generators=self.array.streams.generators, stream=self.stream):
+        generators = self.array.streams.generators if draws(self.array.mode) else []
+        with recording(graph, generators=generators, stream=self.stream):
             self._forward()
             self._backward()
             self._optimizer.step()

@@ -50,6 +50,7 @@ from burstpool.share.graph_steps import GraphStep
 from burstpool.share.moving import give_back
 from burstpool.share.room import RESERVE
 from burstpool.share.second_process import SecondProcess
+from burstpool.share.width import Widths
 from burstpool.share.workers import share_among_workers
 
 _LOG = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class _Sharing:
 
     def run(self) -> ShareOutcome:
         """Until the foreground has ended, or was interrupted; whatever ends it, what it has learnt is kept."""
-        foreground = self._foreground()
+        self._front = foreground = self._foreground()
         for beside in self.backgrounds:
             self._start(beside)
         fillers = [beside.filler for beside in self.backgrounds if beside.filler is not None]
@@ -222,10 +223,17 @@ class _Sharing:
             work = JobAtWork(wanted.name, steps, feeder)
             work.start()
             beside.capture_s = work.capture_s
+            self._find_width(steps)
             cleaning.pop_all()
         work.read(all_of_them=True)
         beside.alone_s, beside.losses, beside.steps_before = steps.alone_s, work.losses, len(work.losses)
         return BackgroundWork(work)
+
+    def _find_width(self, steps: GraphStep | ArrayStep) -> None:
+        """The part of the GPU for a background; nothing can be tried beside a foreground that is not captured."""
+        front = self._front.steps
+        if isinstance(front, GraphStep) and front.is_captured:
+            Widths(front, steps).take(slowdown=self.request.budget.slowdown)
 
     def _memory_bytes(self, wanted: Background) -> int:
         """An equal share of what the foreground leaves, or what was asked for if that is less."""

@@ -44,6 +44,7 @@ from burstpool.share.at_work import (
 )
 from burstpool.share.budget import Allowance, Budget, Controller, Credit, Gap, StepTaken
 from burstpool.share.evictions import Evictions
+from burstpool.share.waiting import waiter
 
 _IN_FLIGHT = 2
 """Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
@@ -123,7 +124,7 @@ class SharedGpu:
         self._allowance: Allowance = self.controller.allowance
         self._overlapped, self._in_gap = Credit(), [Credit() for _ in gaps]
         self._launched: list[_Launched] = []
-        self._cycles_a_second = _cycles_a_second() if gaps else 0.0
+        self._wait = waiter() if gaps else None
         self.measured = Measured()
         self.spans: collections.deque[StepSpan] = collections.deque(maxlen=_KEPT_SPANS)
         """When the last steps and their background pieces ran."""
@@ -189,7 +190,8 @@ class SharedGpu:
             for part in self._program:
                 if isinstance(part, Idle):
                     gates.append(recorded(steps.stream))
-                    torch.cuda._sleep(int(part.length_s * self._cycles_a_second))  # type: ignore[no-untyped-call]
+                    assert self._wait is not None
+                    self._wait(part.length_s)
                 else:
                     self._with_room(step, steps.pieces[part])
         self.foreground.read_later(steps.end())
@@ -339,13 +341,3 @@ def memory_cap(name: str, device: torch.device, memory_bytes: int | None) -> Ite
         raise ShareError(f"background {name} needs more than {memory_bytes} bytes of the GPU's memory") from error
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
-def _cycles_a_second() -> float:
-    """Of the clock that `torch.cuda._sleep` counts, measured."""
-    cycles = 20_000_000
-    begin = recorded(torch.cuda.current_stream(), timing=True)
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-    end = recorded(torch.cuda.current_stream(), timing=True)
-    end.synchronize()
-    return cycles / (float(begin.elapsed_time(end)) / 1e3)

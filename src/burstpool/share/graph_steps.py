@@ -73,7 +73,7 @@ class GraphStep:
         self.piece_times_s: list[float] = []
         """How long each takes alone."""
         self.alone_s = math.nan
-        """How long a step takes alone."""
+        """How long a step takes alone, on the whole GPU."""
 
     @property
     def warm_up_steps(self) -> int:
@@ -97,11 +97,26 @@ class GraphStep:
             offset = _default_offset(self.stream.device)
             graphs = self._cut_graphs(())
             self.piece_times_s = self._timed(self.pieces)
-            self.alone_s = times_of_steps(self.pieces, lambda: graphs.begin(self.step, self._example))
+            if math.isnan(self.alone_s):
+                self.alone_s = times_of_steps(self.pieces, lambda: graphs.begin(self.step, self._example))
             if _default_offset(self.stream.device) != offset:
                 raise CaptureError(
                     "its layers draw from torch's own random stream, which another job may draw from too"
                 )
+
+    def move(self, stream: torch.cuda.Stream) -> None:
+        """Captures the step again for another stream of the same GPU; trains nothing."""
+        torch.cuda.synchronize()
+        self._graphs, self._cut, self.pieces, self.stream = None, [], [], stream
+        self.capture()
+
+    @contextlib.contextmanager
+    def rehearsed(self) -> Iterator[Callable[[], None]]:
+        """Inside, the pieces may be replayed, after the call that is yielded, and train nothing."""
+        assert self._graphs is not None
+        graphs = self._graphs
+        with torch.cuda.stream(self.stream), kept(self.state()):
+            yield lambda: graphs.begin(self.step, self._example)
 
     def _cut_graphs(self, known: Sequence[Cuts]) -> StepGraphs:
         """Captures the step and cuts it into `pieces`: as it was cut before, or as the pieces' times say."""

@@ -5,8 +5,7 @@ order in which they could run one after the other, and cut into consecutive runs
 with the same kernels on the same memory. Launched in order on one stream, the pieces do what the whole would: what a
 node needs is in its own piece, joined by its edges, or in an earlier one.
 
-torch has no call for this, so the driver's own are used by way of ctypes; they are part of its stable interface. The
-first piece is launched by torch, which also moves the random streams on as a replay of the whole would.
+The first piece is launched by torch, which also moves the random streams on as a replay of the whole would.
 """
 
 import ctypes
@@ -15,16 +14,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from burstpool.errors import CaptureError
+from burstpool.share.driver import Handle, call
 
 Piece = Callable[[], object]
 """Launches it on the current stream."""
 
-_Handle = ctypes.c_void_p
 _MOST_PROBES = 200
 """Pieces that are timed to see where to cut."""
 
@@ -88,8 +86,8 @@ class CutGraph:
         this one has another number of nodes.
         """
         self._graph = graph
-        self._executables: list[_Handle] = []
-        raw = _Handle(graph.raw_cuda_graph())
+        self._executables: list[Handle] = []
+        raw = Handle(graph.raw_cuda_graph())
         self.pieces: list[Piece] = []
         nodes = _ordered(raw) if math.isfinite(target_s) else []
         ends: list[int] = []
@@ -106,20 +104,20 @@ class CutGraph:
         """Where it was cut."""
         rest = self._made(raw, nodes, [*ends, len(nodes)]) if ends else []
         for node in nodes[ends[0] :] if ends else ():
-            _call("cuGraphDestroyNode", node)
+            call("cuGraphDestroyNode", node)
         graph.instantiate()
         self.pieces = [graph.replay, *rest]
 
     def __del__(self) -> None:
         self._free()
 
-    def _made(self, graph: _Handle, nodes: Sequence[_Handle], bounds: Sequence[int]) -> list[Piece]:
+    def _made(self, graph: Handle, nodes: Sequence[Handle], bounds: Sequence[int]) -> list[Piece]:
         """Pieces of the nodes between neighbouring bounds; halves again and again, so that copying stays cheap."""
         if len(bounds) == 2:
-            executable = _Handle()
+            executable = Handle()
             own, _ = _copied(graph, nodes, bounds[0], bounds[1])
-            _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), own, ctypes.c_ulonglong(0))
-            _call("cuGraphDestroy", own)
+            call("cuGraphInstantiateWithFlags", ctypes.byref(executable), own, ctypes.c_ulonglong(0))
+            call("cuGraphDestroy", own)
             self._executables.append(executable)
             return [functools.partial(_launch, executable)]
         middle = len(bounds) // 2
@@ -127,59 +125,43 @@ class CutGraph:
         for part in (bounds[: middle + 1], bounds[middle:]):
             own, kept = _copied(graph, nodes, part[0], part[-1])
             pieces += self._made(own, kept, [bound - part[0] for bound in part])
-            _call("cuGraphDestroy", own)
+            call("cuGraphDestroy", own)
         return pieces
 
     def _free(self) -> None:
         for executable in self._executables:
-            _call("cuGraphExecDestroy", executable)
+            call("cuGraphExecDestroy", executable)
         self._executables = []
 
 
-def _ordered(graph: _Handle) -> list[_Handle]:
+def _ordered(graph: Handle) -> list[Handle]:
     """All nodes, in an order in which they could run."""
     count = ctypes.c_size_t()
-    _call("cuGraphGetNodes", graph, None, ctypes.byref(count))
-    nodes = (_Handle * count.value)()
-    _call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+    nodes = (Handle * count.value)()
+    call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
     # The second form of the call: some edges say that a kernel may begin before the one it needs has ended.
-    _call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
-    before, after, how = (_Handle * count.value)(), (_Handle * count.value)(), (ctypes.c_uint64 * count.value)()
-    _call("cuGraphGetEdges_v2", graph, before, after, how, ctypes.byref(count))
+    call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
+    before, after, how = (Handle * count.value)(), (Handle * count.value)(), (ctypes.c_uint64 * count.value)()
+    call("cuGraphGetEdges_v2", graph, before, after, how, ctypes.byref(count))
     order = sorted_nodes([n or 0 for n in nodes], [(a or 0, b or 0) for a, b in zip(before, after, strict=True)])
-    return [_Handle(node) for node in order]
+    return [Handle(node) for node in order]
 
 
-def _copied(graph: _Handle, nodes: Sequence[_Handle], start: int, stop: int) -> tuple[_Handle, list[_Handle]]:
+def _copied(graph: Handle, nodes: Sequence[Handle], start: int, stop: int) -> tuple[Handle, list[Handle]]:
     """A copy of the graph with the nodes from `start` to `stop` only, and these in order."""
-    copy = _Handle()
-    _call("cuGraphClone", ctypes.byref(copy), graph)
+    copy = Handle()
+    call("cuGraphClone", ctypes.byref(copy), graph)
     kept = []
     for place, node in enumerate(nodes):
-        twin = _Handle()
-        _call("cuGraphNodeFindInClone", ctypes.byref(twin), node, copy)
+        twin = Handle()
+        call("cuGraphNodeFindInClone", ctypes.byref(twin), node, copy)
         if start <= place < stop:
             kept.append(twin)
         else:
-            _call("cuGraphDestroyNode", twin)
+            call("cuGraphDestroyNode", twin)
     return copy, kept
 
 
-def _launch(executable: _Handle) -> None:
-    _call("cuGraphLaunch", executable, _Handle(torch.cuda.current_stream().cuda_stream))
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise CaptureError(f"the CUDA driver cannot be called: {error}") from None
-
-
-def _call(name: str, *arguments: Any) -> None:
-    function = getattr(_driver(), name, None)
-    if function is None:
-        raise CaptureError(f"the CUDA driver is too old to cut graphs: it has no {name}")
-    if status := function(*arguments):
-        raise CaptureError(f"{name} of the CUDA driver failed with status {status}")
+def _launch(executable: Handle) -> None:
+    call("cuGraphLaunch", executable, Handle(torch.cuda.current_stream().cuda_stream))

@@ -1,0 +1,69 @@
+"""A part of a GPU: a stream whose kernels run on some of its multiprocessors only.
+
+Takes a device and a share of its multiprocessors, returns a stream; graphs captured on it keep to the same part,
+wherever they are launched. A background on a part of the GPU disturbs a foreground less than one that is everywhere for
+a shorter time, for some pairs of jobs; which, is measured (`width.py`).
+
+The driver calls such a part a green context. Its own functions are used because a stream from torch's pool is never
+confined, and torch's own streams of a part have no priority.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from burstpool.errors import CaptureError
+from burstpool.share.driver import Handle, call
+
+_MULTIPROCESSORS = 1
+"""The kind of resource that is split."""
+_LARGEST_CLUSTERS = 2
+"""Else kernels that run in clusters of blocks, as of cuBLAS on a Hopper GPU, could not be launched."""
+_WITH_DEFAULT_STREAM, _NON_BLOCKING = 1, 1
+"""Flags that the driver requires."""
+
+
+class _Resource(ctypes.Structure):
+    """The driver's `CUdevResource`."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint),
+        ("internal", ctypes.c_ubyte * 92),
+        ("num_multiprocessors", ctypes.c_uint),
+        ("more", ctypes.c_ubyte * 36),
+        ("next", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def confined_stream(device_index: int, share: float, priority: int) -> torch.cuda.Stream:
+    """A stream on at least this share of the multiprocessors; the same one every time. CaptureError where it cannot."""
+    device = Handle()
+    call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(device_index))
+    place = ctypes.c_int(device.value or 0)
+    whole, part, rest = _Resource(), _Resource(), _Resource()
+    call("cuDeviceGetDevResource", place, ctypes.byref(whole), ctypes.c_uint(_MULTIPROCESSORS))
+    count, wanted = ctypes.c_uint(1), max(round(share * whole.num_multiprocessors), 1)
+    call(
+        "cuDevSmResourceSplitByCount",
+        ctypes.byref(part),
+        ctypes.byref(count),
+        ctypes.byref(whole),
+        ctypes.byref(rest),
+        ctypes.c_uint(_LARGEST_CLUSTERS),
+        ctypes.c_uint(wanted),
+    )
+    if count.value != 1:
+        raise CaptureError(f"the GPU has no part of {wanted} multiprocessors")
+    description, context, stream = Handle(), Handle(), Handle()
+    call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(part), ctypes.c_uint(1))
+    call("cuGreenCtxCreate", ctypes.byref(context), description, place, ctypes.c_uint(_WITH_DEFAULT_STREAM))
+    call(
+        "cuGreenCtxStreamCreate",
+        ctypes.byref(stream),
+        context,
+        ctypes.c_uint(_NON_BLOCKING),
+        ctypes.c_int(priority),
+    )
+    return torch.cuda.ExternalStream(stream.value, device=device_index)  # type: ignore[no-untyped-call]
