@@ -1,4 +1,4 @@
-"""Tables of the GPU benchmark's rows: ours beside MPS at the same slowdown, and what was promised against what was held.
+"""Tables of the GPU benchmark's rows: ours beside MPS at the same slowdown, and how often the budget was held.
 
     python benchmarks/sharing/cuda.py --out rows.json
     python benchmarks/sharing/tables.py rows.json

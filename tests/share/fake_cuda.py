@@ -80,9 +80,6 @@ class _Cuda:
     def synchronize(self) -> None:
         self._clock.wait_until(max(stream.ends_s for stream in self._clock.streams))
 
-    def _sleep(self, cycles: int) -> None:
-        self._clock.work(cycles / 1e9)
-
 
 class _Torch:
     def __init__(self, clock: Clock) -> None:
@@ -101,6 +98,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in (at_work, gpu):
         monkeypatch.setattr(module, "torch", _Torch(clock))
         monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(gpu, "waiter", lambda: clock.work)
     return clock
 
 

@@ -95,6 +95,14 @@ def test_the_budget_is_spent_not_only_kept() -> None:
     assert found.mean_work(200) == pytest.approx(0.2, rel=0.1)
 
 
+@pytest.mark.parametrize("slowdown", [1.05, 1.10, 1.20])
+def test_the_mean_holds_over_the_first_shared_steps_too(slowdown: float) -> None:
+    means = [
+        Simulated(noise=0.003, seed=seed).run(Controller(Budget(slowdown=slowdown)), 80).mean(20) for seed in range(20)
+    ]
+    assert max(means) <= slowdown + MEAN_OVER
+
+
 def test_work_is_spread_evenly() -> None:
     found = Simulated(noise=0.01, cost=lambda step: 0.5).run(Controller(Budget()), STEPS)
     typical = found.mean_work(200)

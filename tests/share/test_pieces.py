@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burstpool.share.pieces import cut_after, no_larger, sorted_nodes
+from burstpool.share.pieces import cut_after, looked_into, no_larger, sorted_nodes
 
 
 def lengths(times: list[float], ends: list[int]) -> list[float]:
@@ -46,3 +46,9 @@ def test_no_piece_is_larger_than_it_may_be(ends: set[int], most: int) -> None:
     assert all(0 < size <= most for size in sizes)
     fewest = sum(-(-(stop - start) // most) for start, stop in itertools.pairwise([0, *sorted(ends), 100]))
     assert len(sizes) == fewest
+
+
+def test_long_stretches_are_looked_into_node_by_node() -> None:
+    assert looked_into([0, 4, 8, 10], [0.1, 2.0, 0.5], 1.0) == [0, 4, 5, 6, 7, 8, 10]
+    assert looked_into([0, 4, 8, 10], [0.1, 0.2, 0.5], 1.0) == [0, 4, 8, 10]
+    assert looked_into([0, 1, 2], [9.0, 9.0], 1.0) == [0, 1, 2]

@@ -1,5 +1,7 @@
 """What a step that ran out of memory has changed is put back, or it is said that it cannot be."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
 from burstpool.share.gpu import alone_in_a_group
 from burstpool.share.graph_steps import _Before
-from burstpool.share.moving import Away, or_else, ran_out
+from burstpool.share.moving import Away, collector_at_rest, give_back, or_else, ran_out
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 
@@ -150,3 +152,23 @@ def test_tensors_of_the_gpu_go_and_come_back_and_those_of_the_host_stay() -> Non
     away.bring_back(cuda)
     assert Numbers.there == mine
     assert host.device.type == "cpu"
+
+
+class Graph:
+    """Something that refers to itself, as what is captured does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_leaves_is_collected_although_the_collector_rests() -> None:
+    graph = Graph()
+    seen = weakref.ref(graph)
+    with collector_at_rest():
+        del graph
+        gc.collect()
+        assert seen() is not None
+        give_back()
+        assert seen() is None
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0

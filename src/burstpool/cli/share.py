@@ -188,6 +188,7 @@ def in_short(outcome: "ShareOutcome") -> dict[str, Any]:
                 "reason": each.reason,
                 "restarts": each.restarts,
                 "evictions": each.evictions,
+                "multiprocessors": each.multiprocessors,
                 "losses": each.losses,
             }
             for each in outcome.backgrounds

@@ -100,6 +100,8 @@ class BackgroundOutcome:
     evictions: int
     losses: list[Any]
     """By step; for an array one number a member."""
+    multiprocessors: float = 1.0
+    """Share of the GPU's that it was confined to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,6 +194,7 @@ class Controller:
         """What all steps together took more than the budget."""
         self.pause_debt_s = 0.0
         """For how long the foreground was stopped for the background, and has not got back yet."""
+        self._has_shared = False
         self._alone_left = budget.alone_first
         self._gaps_only_left = _CONFIRMING if gaps else 0
         self._spacing = cycle(_SPACING)
@@ -238,9 +239,11 @@ class Controller:
         elif self.base.is_odd(time_s) and self._alone_left == 0 and self._calm >= self._patience:
             self._look_again()
         self._until_alone = next(self._spacing)
-        self._owe((1 - self._aim()) * self.base.median_s)
+        if self._has_shared:  # what the first steps leave is not saved up: the mean holds from where sharing begins
+            self._owe((1 - self._aim()) * self.base.median_s)
 
     def _take_shared(self, step: StepTaken) -> None:
+        self._has_shared = True
         alone_s = self.base.median_s
         ratio = step.time_s / alone_s
         overlapped, in_gaps = step.overlapped_s / alone_s, step.in_gaps_s / alone_s

@@ -75,6 +75,8 @@ class _Beside:
     """What it takes of the GPU's memory."""
     capture_s: float = 0.0
     """How long its capture took, with all that is only done the first time."""
+    multiprocessors: float = 1.0
+    """Share of the GPU's that it is confined to."""
     losses: list[list[float]] = field(default_factory=list)
     was_away: bool = False
     """Whether it was in the host's memory when the foreground ended."""
@@ -223,17 +225,18 @@ class _Sharing:
             work = JobAtWork(wanted.name, steps, feeder)
             work.start()
             beside.capture_s = work.capture_s
-            self._find_width(steps)
+            beside.multiprocessors = self._found_width(steps)
             cleaning.pop_all()
         work.read(all_of_them=True)
         beside.alone_s, beside.losses, beside.steps_before = steps.alone_s, work.losses, len(work.losses)
         return BackgroundWork(work)
 
-    def _find_width(self, steps: GraphStep | ArrayStep) -> None:
+    def _found_width(self, steps: GraphStep | ArrayStep) -> float:
         """The part of the GPU for a background; nothing can be tried beside a foreground that is not captured."""
         front = self._front.steps
-        if isinstance(front, GraphStep) and front.is_captured:
-            Widths(front, steps).take(slowdown=self.request.budget.slowdown)
+        if not isinstance(front, GraphStep) or not front.is_captured:
+            return 1.0
+        return Widths(front, steps).take(slowdown=self.request.budget.slowdown)
 
     def _memory_bytes(self, wanted: Background) -> int:
         """An equal share of what the foreground leaves, or what was asked for if that is less."""
@@ -369,6 +372,7 @@ class _Sharing:
             restarts=filler.work.feeder.restarts if isinstance(filler, BackgroundWork) else 0,
             evictions=stay.evictions if stay else 0,
             losses=[values if many else values[0] for values in beside.losses],
+            multiprocessors=beside.multiprocessors,
         )
 
 

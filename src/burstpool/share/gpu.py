@@ -44,6 +44,7 @@ from burstpool.share.at_work import (
 )
 from burstpool.share.budget import Allowance, Budget, Controller, Credit, Gap, StepTaken
 from burstpool.share.evictions import Evictions
+from burstpool.share.moving import collector_at_rest
 from burstpool.share.waiting import waiter
 
 _IN_FLIGHT = 2
@@ -131,6 +132,10 @@ class SharedGpu:
 
     def run(self, steps: int, *, stop: Callable[[], bool] = lambda: False) -> None:
         """So many steps of the foreground, or until asked to stop."""
+        with collector_at_rest():
+            self._run(steps, stop)
+
+    def _run(self, steps: int, stop: Callable[[], bool]) -> None:
         ends: list[torch.cuda.Event] = []
         for step in range(steps):
             if stop():

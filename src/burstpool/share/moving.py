@@ -40,8 +40,23 @@ class Away:
 
 def give_back() -> None:
     """Hands memory that nobody uses any more back to the GPU; graphs hold some until they are collected."""
+    at_rest = gc.get_freeze_count() > 0
+    gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
+    if at_rest:
+        gc.freeze()
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Python's collector leaves alone what is there already: going through all of it stops whoever launches work."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ Piece = Callable[[], object]
 _MOST_PROBES = 200
 """Pieces that are timed to see where to cut."""
 _MOST_NODES = 32
-"""Of a piece. An array's step of 1,600 short kernels, in pieces of 60 and more, came no further beside a foreground than a
-quarter of a step for each of the foreground's, however long those were; other jobs, with fewer in a piece, did."""
+"""Of a piece. An array's step of 1,600 short kernels, in pieces of 60 and more, came no further beside a foreground than
+a quarter of a step for each of the foreground's, however long those were; other jobs, with fewer in a piece, did."""
 
 
 def cut_after(times_s: Sequence[float], target_s: float) -> list[int]:
@@ -43,6 +43,14 @@ def cut_after(times_s: Sequence[float], target_s: float) -> list[int]:
             length_s = 0.0
         length_s += time_s
     return ends
+
+
+def looked_into(bounds: Sequence[int], times_s: Sequence[float], longest_s: float) -> list[int]:
+    """Bounds that also part each node of the stretches that take longer: the large kernels of an update, say. Pure."""
+    found = [bounds[0]]
+    for (start, stop), time_s in zip(pairwise(bounds), times_s, strict=True):
+        found += range(start + 1, stop + 1) if time_s > longest_s else [stop]
+    return found
 
 
 def no_larger(ends: Sequence[int], num_nodes: int, most: int) -> list[int]:
@@ -110,8 +118,9 @@ class CutGraph:
             ends = list(cuts.ends)
         elif len(nodes) > 1:
             bounds = [*range(0, len(nodes), max(len(nodes) // _MOST_PROBES, 1)), len(nodes)]
-            times_s = timed(self._made(raw, nodes, bounds))
-            self._free()
+            times_s = self._timed(raw, nodes, bounds, timed)
+            if (finer := looked_into(bounds, times_s, target_s / 2)) != bounds:
+                bounds, times_s = finer, self._timed(raw, nodes, finer, timed)
             ends = [bounds[place + 1] for place in cut_after(times_s, target_s)]
             ends = no_larger(ends, len(nodes), _MOST_NODES)
         self.cuts = Cuts(num_nodes=len(nodes), ends=tuple(ends))
@@ -124,6 +133,18 @@ class CutGraph:
 
     def __del__(self) -> None:
         self._free()
+
+    def _timed(
+        self,
+        graph: Handle,
+        nodes: Sequence[Handle],
+        bounds: Sequence[int],
+        timed: Callable[[Sequence[Piece]], list[float]],
+    ) -> list[float]:
+        """Seconds of the stretches between neighbouring bounds."""
+        times_s = timed(self._made(graph, nodes, bounds))
+        self._free()
+        return times_s
 
     def _made(self, graph: Handle, nodes: Sequence[Handle], bounds: Sequence[int]) -> list[Piece]:
         """Pieces of the nodes between neighbouring bounds; halves again and again, so that copying stays cheap."""
