@@ -27,8 +27,9 @@ Piece = Callable[[], object]
 _MOST_PROBES = 200
 """Pieces that are timed to see where to cut."""
 _MOST_NODES = 32
-"""Of a piece. An array's step of 1,600 short kernels, in pieces of 60 and more, came no further beside a foreground than
-a quarter of a step for each of the foreground's, however long those were; other jobs, with fewer in a piece, did."""
+"""Of a piece. An array's step of 1,600 short kernels, in pieces of 60 and more, came no further beside a foreground
+than a quarter of a step for each of the foreground's, however long those were; other jobs, with fewer in a piece, did.
+"""
 
 
 def cut_after(times_s: Sequence[float], target_s: float) -> list[int]:
