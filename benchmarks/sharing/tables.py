@@ -23,7 +23,7 @@ MEAN_OVER, P95_OVER = 0.01, 0.05
 def mps_kept(points: Sequence[tuple[float, float]], slowdown: float) -> float | None:
     """What MPS keeps at a slowdown; None beyond its last point, or where it was not measured."""
     for (low, kept), (high, more) in pairwise([(1.0, 0.0), *sorted(points)]):
-        if low <= slowdown <= high:
+        if low <= slowdown <= high and low < high:
             return kept + (more - kept) * (slowdown - low) / (high - low)
     return None
 
@@ -34,7 +34,7 @@ def table(rows: Rows) -> str:
     lines = ["| foreground | background | " + " | ".join(ways) + " |", "| --- " * (len(ways) + 2) + "|"]
     for pair in dict.fromkeys((row["foreground"], row["background"]) for row in rows):
         found = {row["way"]: row for row in rows if (row["foreground"], row["background"]) == pair}
-        points = [(row["slowdown"], row["kept"]) for way, row in found.items() if way.startswith("MPS")]
+        points = _points(rows, pair)
         lines.append(f"| {pair[0]} | {pair[1]} | " + " | ".join(_cell(found.get(way), points) for way in ways) + " |")
     return "\n".join(lines)
 
@@ -61,7 +61,7 @@ def summary(rows: Rows) -> list[str]:
         row["kept"] / beside
         for row in ours
         if not row["way"].endswith(GAPS)
-        and (beside := mps_kept(_points(rows, row), row["slowdown"])) is not None
+        and (beside := mps_kept(_points(rows, (row["foreground"], row["background"])), row["slowdown"])) is not None
         and beside > 0
     ]
     lines = [f"{len(ours)} lines: mean within {MEAN_OVER} above the budget in {mean}, p95 within {P95_OVER} in {p95}"]
@@ -71,9 +71,10 @@ def summary(rows: Rows) -> list[str]:
     return lines
 
 
-def _points(rows: Rows, of: Mapping[str, Any]) -> list[tuple[float, float]]:
-    same = (row for row in rows if (row["foreground"], row["background"]) == (of["foreground"], of["background"]))
-    return [(row["slowdown"], row["kept"]) for row in same if row["way"].startswith("MPS")]
+def _points(rows: Rows, pair: tuple[str, str]) -> list[tuple[float, float]]:
+    """Slowdown and kept of MPS's lines; those that failed have none."""
+    same = (row for row in rows if (row["foreground"], row["background"]) == pair)
+    return [(row["slowdown"], row["kept"]) for row in same if row["way"].startswith("MPS") and "slowdown" in row]
 
 
 def main() -> None:
