@@ -24,7 +24,8 @@ from burstpool.job import Job
 from burstpool.model.recording import recording
 from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.loading import Batch
-from burstpool.share.graph_steps import kept, times_of_pieces, times_of_steps
+from burstpool.share.graph_steps import times_of_pieces, times_of_steps
+from burstpool.share.kept import kept
 from burstpool.share.moving import Away, give_back, or_else, ran_out
 from burstpool.share.pieces import CutGraph, Cuts, Piece
 
@@ -97,8 +98,9 @@ class ArrayStep:
 
     def move(self, stream: torch.cuda.Stream) -> None:
         """Captures the step again for another stream of the same GPU; trains nothing."""
-        torch.cuda.synchronize()
-        self._cut, self.pieces, self.stream = None, [], stream
+        self._let_go()
+        give_back()  # a capture cannot have memory that another graph is only waiting to hand back
+        self.stream = stream
         self.capture()
 
     @contextlib.contextmanager
@@ -113,13 +115,17 @@ class ArrayStep:
 
     def leave(self) -> None:
         """Between two steps: everything goes to the host's memory, and the graphs are let go."""
-        torch.cuda.synchronize()
         self._cuts = self._cut.cuts if self._cut is not None else self._cuts
+        self._let_go()
+        self._away.take(self._all_tensors())
+        give_back()
+
+    def _let_go(self) -> None:
+        """Of the graphs, and of all that lies in their memory."""
+        torch.cuda.synchronize()
         self._cut, self.pieces = None, []
         self._losses = self._losses.detach().cpu()
         self._optimizer.zero_grad()
-        self._away.take(self._all_tensors())
-        give_back()
 
     def come_back(self) -> None:
         """Undoes `leave`; trains nothing. Where it raises, everything is in the host's memory as before."""

@@ -26,6 +26,7 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
+from burstpool.share.kept import counts_kept, kept
 from burstpool.share.moving import Away, give_back, or_else, ran_out
 from burstpool.share.pieces import CutGraph, Cuts, Piece
 
@@ -93,7 +94,7 @@ class GraphStep:
     def capture(self) -> None:
         """Makes `pieces`; raises CaptureError where a graph cannot hold the step. Trains nothing."""
         torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream), kept(self.state()):
+        with self._unchanged():
             offset = _default_offset(self.stream.device)
             graphs = self._cut_graphs(())
             self.piece_times_s = self._timed(self.pieces)
@@ -106,8 +107,9 @@ class GraphStep:
 
     def move(self, stream: torch.cuda.Stream) -> None:
         """Captures the step again for another stream of the same GPU; trains nothing."""
-        torch.cuda.synchronize()
-        self._graphs, self._cut, self.pieces, self.stream = None, [], [], stream
+        self._let_go()
+        give_back()  # a capture cannot have memory that another graph is only waiting to hand back
+        self.stream = stream
         self.capture()
 
     @contextlib.contextmanager
@@ -115,8 +117,15 @@ class GraphStep:
         """Inside, the pieces may be replayed, after the call that is yielded, and train nothing."""
         assert self._graphs is not None
         graphs = self._graphs
-        with torch.cuda.stream(self.stream), kept(self.state()):
+        with self._unchanged():
             yield lambda: graphs.begin(self.step, self._example)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """What runs inside, on the step's stream, trains nothing."""
+        optimizer = self.executor.update.optimizer
+        with torch.cuda.stream(self.stream), kept(self.state()), counts_kept(optimizer):
+            yield
 
     def _cut_graphs(self, known: Sequence[Cuts]) -> StepGraphs:
         """Captures the step and cuts it into `pieces`: as it was cut before, or as the pieces' times say."""
@@ -136,12 +145,16 @@ class GraphStep:
 
     def leave(self) -> None:
         """Between two steps: everything goes to the host's memory, and the graphs are let go."""
+        self._let_go()
+        self._away.take(self._all_tensors())
+        give_back()
+
+    def _let_go(self) -> None:
+        """Of the graphs, and of all that lies in their memory."""
         torch.cuda.synchronize()
         self._graphs, self._cut, self.pieces, self._loss = None, [], [], None
         self.executor.update.forget()
         self.executor.passes.begin_step(())
-        self._away.take(self._all_tensors())
-        give_back()
 
     def come_back(self) -> None:
         """Undoes `leave`; trains nothing. Where it raises, everything is in the host's memory as before."""
@@ -307,18 +320,6 @@ def times_of_steps(pieces: Sequence[Piece], begin: Callable[[], None]) -> float:
         marks.append(_mark())
     torch.cuda.synchronize()
     return statistics.median(_seconds_between(marks))
-
-
-@contextlib.contextmanager
-def kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What is replayed inside leaves no trace in these tensors."""
-    saved = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, old in zip(tensors, saved, strict=True):
-            tensor.copy_(old)
-        torch.cuda.synchronize()
 
 
 def _mark() -> torch.cuda.Event:
