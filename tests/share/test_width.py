@@ -1,8 +1,13 @@
 """The part of a GPU that a background gets: the choice, by what was tried."""
 
-import pytest
+from typing import Any
 
-from burstpool.share.width import Together, best_width
+import pytest
+import torch
+
+from burstpool.errors import CaptureError
+from burstpool.share import width
+from burstpool.share.width import PARTS, Together, Widths, best_width, digest
 
 
 def tried(slowdown: float, kept: float) -> Together:
@@ -36,3 +41,61 @@ def test_a_larger_budget_may_want_a_larger_part() -> None:
     found = {1.0: tried(1.38, 0.48), 0.5: tried(1.20, 0.34), 0.3: tried(1.11, 0.23)}
     parts = [best_width({k: v.kept_within(budget) for k, v in found.items()}) for budget in (1.05, 1.10, 1.20, 1.5)]
     assert parts == [0.3, 0.3, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_a_difference_of_one_bit_is_seen_and_so_are_two_that_cancel_out(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 1000).to(dtype)
+    same, swapped = tensor.clone(), tensor.clone()
+    swapped[0, 7] = 0
+    moved = swapped.clone()
+    moved[0, 7], moved[2, 900] = 1, 0
+    assert digest(same) == digest(tensor)
+    assert len({tuple(digest(x)) for x in (tensor, swapped, moved)}) == 3
+
+
+def test_what_is_compared_in_several_goes_is_compared_whole() -> None:
+    tensor = torch.arange(2.0 * width._WEIGHTS + 5)
+    other = tensor.clone()
+    other[-1], other[4] = 4, tensor[-1]
+    assert len(digest(tensor)) == 3
+    assert digest(tensor) != digest(other)
+    assert digest(torch.tensor(float("nan"))) == digest(torch.tensor(float("nan")))
+
+
+class Moved:
+    """Steps that only know where they are captured, and cannot be on some streams."""
+
+    def __init__(self, refused: dict[float, Exception]) -> None:
+        self.stream: Any = Whole()
+        self.refused, self.pieces = refused, [lambda: None]
+
+    def move(self, stream: Any) -> None:
+        self.stream, self.pieces = stream, []
+        if stream in self.refused:
+            raise self.refused[stream]
+        self.pieces = [lambda: None]
+
+
+class Whole:
+    """The stream of the whole GPU."""
+
+    device, priority = torch.device("cuda", 0), 0
+
+
+def test_a_part_that_cannot_be_tried_is_left_out_and_the_background_stays_where_it_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(width, "confined_stream", lambda device, share, priority: share)
+    monkeypatch.setattr(width, "_fingerprint", lambda steps: [0])
+    monkeypatch.setattr(width, "together", lambda _, steps, seconds: tried(1.3, 0.3 if steps.stream == 0.5 else 0.1))
+    refused: dict[float, Exception] = {0.75: torch.OutOfMemoryError("full"), 0.3: CaptureError("no such part")}
+    steps: Any = Moved(refused)
+    widths = Widths(steps, steps)
+    assert set(widths.tried) == {1.0, 0.5}
+    assert (widths.take(slowdown=1.1), steps.stream, len(steps.pieces)) == (0.5, 0.5, 1)
+    steps = Moved({part: torch.OutOfMemoryError("full") for part in PARTS})
+    whole = steps.stream
+    assert Widths(steps, steps).take(slowdown=1.1) == 1.0
+    assert steps.stream is whole
+    assert steps.pieces

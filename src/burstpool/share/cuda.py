@@ -28,7 +28,7 @@ from burstpool.run.trainer import InterruptedRun, counted_interrupts, prepare
 from burstpool.run.worker import JobSource
 from burstpool.share.announce import SHARING, StepLog, slowdowns
 from burstpool.share.array_steps import ArrayStep
-from burstpool.share.at_work import BackgroundWork, Filler, JobAtWork
+from burstpool.share.at_work import BackgroundWork, Filler, JobAtWork, in_a_line
 from burstpool.share.base import (
     Background,
     BackgroundOutcome,
@@ -214,17 +214,19 @@ class _Sharing:
     def _captured(self, beside: _Beside, sources: Sequence[JobSource]) -> BackgroundWork:
         wanted, jobs = beside.wanted, [source.load() for source in sources]
         steps: GraphStep | ArrayStep
-        with memory_cap(wanted.name, self.low.device, self._memory_bytes(wanted)), contextlib.ExitStack() as cleaning:
-            if len(jobs) > 1:
-                steps = ArrayStep(jobs, stream=self.low, piece_s=PIECE_S, autocast=self._autocast)
-            else:
-                options = RunOptions(device="cuda", autocast=self._autocast)
-                steps = GraphStep(jobs[0], stream=self.low, control=self.control, piece_s=PIECE_S, options=options)
-            feeder = Feeder(sources[0], jobs[0], memory_bytes=wanted.memory_bytes or 4 << 30, niceness=10)
-            cleaning.callback(feeder.close)
-            work = JobAtWork(wanted.name, steps, feeder)
-            work.start()
+        with contextlib.ExitStack() as cleaning:
+            with memory_cap(wanted.name, self.low.device, self._memory_bytes(wanted)):
+                if len(jobs) > 1:
+                    steps = ArrayStep(jobs, stream=self.low, piece_s=PIECE_S, autocast=self._autocast)
+                else:
+                    options = RunOptions(device="cuda", autocast=self._autocast)
+                    steps = GraphStep(jobs[0], stream=self.low, control=self.control, piece_s=PIECE_S, options=options)
+                feeder = Feeder(sources[0], jobs[0], memory_bytes=wanted.memory_bytes or 4 << 30, niceness=10)
+                cleaning.callback(feeder.close)
+                work = JobAtWork(wanted.name, steps, feeder)
+                work.start()
             beside.capture_s = work.capture_s
+            # Without the cap: for a moment the foreground's state, too, is there twice.
             beside.multiprocessors = self._found_width(steps)
             cleaning.pop_all()
         work.read(all_of_them=True)
@@ -232,11 +234,21 @@ class _Sharing:
         return BackgroundWork(work)
 
     def _found_width(self, steps: GraphStep | ArrayStep) -> float:
-        """The part of the GPU for a background; nothing can be tried beside a foreground that is not captured."""
+        """The part of the GPU for a background; the whole where nothing can be tried.
+
+        Nothing can beside a foreground that is not captured, nor without memory for copies of both jobs' state.
+        """
         front = self._front.steps
         if not isinstance(front, GraphStep) or not front.is_captured:
             return 1.0
-        return Widths(front, steps).take(slowdown=self.request.budget.slowdown)
+        try:
+            return Widths(front, steps).take(slowdown=self.request.budget.slowdown)
+        except (CaptureError, RuntimeError) as error:
+            _LOG.info("a background stays on the whole GPU: %s", in_a_line(error))
+        # Outside of the handler: an exception keeps alive whatever was made.
+        if steps.stream != self.low or not steps.pieces:
+            steps.move(self.low)
+        return 1.0
 
     def _memory_bytes(self, wanted: Background) -> int:
         """An equal share of what the foreground leaves, or what was asked for if that is less."""

@@ -1,8 +1,9 @@
 """A part of a GPU: a stream whose kernels run on some of its multiprocessors only.
 
-Takes a device and a share of its multiprocessors, returns a stream; graphs captured on it keep to the same part,
-wherever they are launched. A background on a part of the GPU disturbs a foreground less than one that is everywhere for
-a shorter time, for some pairs of jobs; which, is measured (`width.py`).
+Takes a device and a share of its multiprocessors, returns a stream; what a capture records on it keeps to the same
+part, wherever the graph is launched. Ignores what a step records on other streams, as some lowerings of an array do. A
+background on a part of the GPU disturbs a foreground less than one that is everywhere for a shorter time, for some
+pairs of jobs; which, is measured (`width.py`).
 
 The driver calls such a part a green context. Its own functions are used because a stream from torch's pool is never
 confined, and torch's own streams of a part have no priority.
@@ -39,9 +40,8 @@ class _Resource(ctypes.Structure):
 @functools.cache
 def confined_stream(device_index: int, share: float, priority: int) -> torch.cuda.Stream:
     """A stream on at least this share of the multiprocessors; the same one every time. CaptureError where it cannot."""
-    device = Handle()
-    call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(device_index))
-    place = ctypes.c_int(device.value or 0)
+    place = ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(place), ctypes.c_int(device_index))
     whole, part, rest = _Resource(), _Resource(), _Resource()
     call("cuDeviceGetDevResource", place, ctypes.byref(whole), ctypes.c_uint(_MULTIPROCESSORS))
     count, wanted = ctypes.c_uint(1), max(round(share * whole.num_multiprocessors), 1)

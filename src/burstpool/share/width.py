@@ -6,10 +6,12 @@ is taken only where it keeps clearly more, and only where a step on it gives the
 whole GPU: libraries may choose other kernels for fewer multiprocessors.
 
 Takes captured jobs; leaves the background captured on the stream it is to run on. Ignores: times in which the
-foreground waits, when a part of the GPU is less than there is.
+foreground waits, when a part of the GPU is less than there is; and other backgrounds, which run at the same time if
+they are on other parts, and after one another if not.
 """
 
 import collections
+import functools
 import itertools
 import logging
 import statistics
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from burstpool.errors import CaptureError
-from burstpool.share.at_work import Steps, recorded
+from burstpool.share.at_work import Steps, in_a_line, recorded
 from burstpool.share.partition import confined_stream
 from burstpool.share.pieces import Piece
 
@@ -30,6 +32,8 @@ _TRY_S = 0.15
 _LEAST_STEPS = 6
 _CLEARLY = 1.05
 """How much more a part must keep to be taken."""
+_WEIGHTS = 1 << 20
+"""Elements that are compared in one go: few beside any job's state."""
 _IN_FLIGHT = 12
 """Background pieces on the way, so that its queue never runs dry."""
 
@@ -76,14 +80,13 @@ class Widths:
             try:
                 stream = confined_stream(whole.device.index, share, whole.priority)
                 background.move(stream)
-            except CaptureError as error:  # a driver or a GPU without parts, or a step that cannot run on one
-                _LOG.info("no background on %.0f%% of the GPU: %s", 100 * share, error)
-                continue
-            if _fingerprint(background) == wanted:
-                self._streams[share] = stream
+                if _fingerprint(background) != wanted:
+                    raise CaptureError("a step's numbers differ there")
                 self.tried[share] = together(foreground, background, seconds=_TRY_S)
-            else:
-                _LOG.info("no background on %.0f%% of the GPU: a step's numbers differ there", 100 * share)
+                self._streams[share] = stream
+            # A driver or a GPU without parts, a step that cannot run on one, or no memory to try it.
+            except (CaptureError, RuntimeError) as error:
+                _LOG.info("no background on %.0f%% of the GPU: %s", 100 * share, in_a_line(error))
 
     def take(self, *, slowdown: float) -> float:
         """Has the background captured where it keeps most within a budget; returns that share."""
@@ -183,7 +186,25 @@ def _fingerprint(steps: Steps) -> list[int]:
         begin()
         for piece in steps.pieces:
             piece()
-        return [int(_as_integers(tensor).sum(dtype=torch.int64)) for tensor in steps.state()]
+        return [number for tensor in steps.state() for number in digest(tensor)]
+
+
+def digest(tensor: torch.Tensor) -> list[int]:
+    """Sums of a tensor's bits, taken as integers, each place with a weight of its own. Waits for the device.
+
+    Plain sums would miss differences that cancel out, as roundings up and down do.
+    """
+    weights = _weights(tensor.device)
+    bits = _as_integers(tensor).reshape(-1)
+    parts = torch.split(bits, weights.numel())
+    return [int(x) for x in torch.stack([(part.long() * weights[: part.numel()]).sum() for part in parts]).tolist()]
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers at random, the same each time: what is odd times a difference is never nothing."""
+    drawn = torch.randint(2**62, (_WEIGHTS,), generator=torch.Generator().manual_seed(0))
+    return (2 * drawn + 1).to(device)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
