@@ -1,6 +1,6 @@
 """A foreground and a background job on one GPU, in every way there is: slowdown of the one, speed kept by the other.
 
-    python benchmarks/sharing/cuda.py                                              all pairs, about seven minutes
+    python benchmarks/sharing/cuda.py                                              all pairs
     python benchmarks/sharing/cuda.py --foregrounds vgg16:4 --backgrounds resnet18:8 --seconds 5
     python benchmarks/sharing/cuda.py --foregrounds vgg16:4 --backgrounds resnet50:32 --ways ours --seconds 60
 
