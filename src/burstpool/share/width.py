@@ -166,6 +166,7 @@ def _steps(
 ) -> list[float]:
     """Seconds of so many steps, two under way at a time, with something else to do for the host."""
     torch.cuda.synchronize()
+    meanwhile()  # else the first steps, of which there may be six in all, would have nothing beside them
     marks = [recorded(stream, timing=True)]
     for index in range(count):
         with torch.cuda.stream(stream):
