@@ -36,7 +36,8 @@ from burstpool.share.evictions import Evictions, Memory, Stay
 from burstpool.share.feeding import Feeder
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gate import Gate
-from burstpool.share.gpu import Idle, SharedGpu, alone_in_a_group, memory_cap, streams
+from burstpool.share.gpu import Idle, SharedGpu, alone_in_a_group, streams
+from burstpool.share.gpu_memory import memory_cap
 from burstpool.share.graph_steps import GraphStep
 from burstpool.share.keeper import Keeper, sliced_plan
 from burstpool.share.moving import give_back

@@ -21,7 +21,7 @@ from burstpool.fusion.modes import Mode
 from burstpool.fusion.plan import Plan, Step
 from burstpool.fusion.rules import Run
 from burstpool.fusion.serial import draws, run_serially, tensors_of
-from burstpool.fusion.timing import timed, timed_recorded
+from burstpool.fusion.timing import NO_MEMORY_S, timed, timed_recorded
 from burstpool.model.capture import batch_of
 
 if TYPE_CHECKING:
@@ -76,9 +76,10 @@ class Choices:
         return None
 
     def learn(self, key: str, times_s: dict[str, float]) -> str:
-        """Takes up what was measured; returns the fastest's name."""
-        self.times_s[key] = times_s
-        self.measured += 1
+        """Takes up what was measured; returns the fastest's name. What found no memory is measured anew next time."""
+        if NO_MEMORY_S not in times_s.values():
+            self.times_s[key] = times_s
+            self.measured += 1
         return self._keep(key, times_s)
 
     def _keep(self, key: str, times_s: dict[str, float]) -> str:

@@ -1,11 +1,13 @@
 """Timing of a function on a device: as it is called, or recorded as a CUDA graph and replayed.
 
 Recorded is what a recorded step will see: without the time to start each operator, which on a GPU hides all else where
-operators are small. What cannot be recorded takes infinitely long, so that it is not chosen.
+operators are small. What cannot be recorded takes infinitely long, so that it is not chosen; what found no memory takes
+`NO_MEMORY_S`, which says nothing of another time.
 """
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,6 +15,7 @@ import torch
 
 from burstpool.model.recording import release
 
+NO_MEMORY_S = sys.float_info.max
 _REPEATS = 5
 _REPLAYS = 6
 _SLOW_S = 0.02
@@ -36,7 +39,7 @@ def timed(function: Callable[[], None], device: torch.device) -> float:
 def timed_recorded(
     function: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator] = ()
 ) -> float:
-    """Seconds of a replay; infinite where the function cannot be recorded."""
+    """Seconds of a replay; infinite where the function cannot be recorded, NO_MEMORY_S where memory was missing."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.enable_grad(), torch.cuda.stream(_side(device)):
@@ -47,9 +50,10 @@ def timed_recorded(
             with _capturing(graph):
                 function()
             return replay_time(graph, device)
-    except (RuntimeError, torch.cuda.OutOfMemoryError):
+    except RuntimeError as error:
         release(generators)
-        return math.inf
+        missing = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__context__))
+        return NO_MEMORY_S if missing else math.inf
 
 
 def _side(device: torch.device) -> torch.cuda.Stream:

@@ -163,8 +163,10 @@ class ArrayStep:
         with torch.cuda.stream(self.stream), kept(self.state()):
             self._cut_graph(None)
             self.piece_times_s = times_of_pieces(self.pieces, lambda: None)
+            assert self._cut is not None
             if math.isnan(self.alone_s):
-                self.alone_s = times_of_steps(self.pieces, lambda: None)
+                self.alone_s = times_of_steps(self._cut.whole or self.pieces, lambda: None)
+            self._cut.forget_whole()
 
     def begin(self, batches: Sequence[Sequence[Batch]]) -> None:
         """Puts the next step's samples in place, from pinned memory; `pieces` are to follow."""

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from burstpool.errors import BurstpoolError, CaptureError, RunError, ShareError
-from burstpool.report.timeline import WHOLE_STEP, Event, Timeline
 from burstpool.run.checkpoint import held_tensors, save_checkpoint, state_of
 from burstpool.run.export import export_weights
 from burstpool.run.folder import RunFolder, StepLoss
@@ -38,14 +37,11 @@ from burstpool.share.base import (
     refuse_fp16,
     refuse_used,
 )
-from burstpool.share.evictions import Evictions, Memory, Stay
+from burstpool.share.evictions import Evictions, Stay
 from burstpool.share.feeding import Feeder
-from burstpool.share.gpu import (
-    SharedGpu,
-    alone_in_a_group,
-    memory_cap,
-    streams,
-)
+from burstpool.share.gpu import SharedGpu, alone_in_a_group, streams
+from burstpool.share.gpu_memory import MemoryOf, memory_cap
+from burstpool.share.gpu_timeline import timeline_of
 from burstpool.share.graph_steps import GraphStep
 from burstpool.share.moving import give_back
 from burstpool.share.room import RESERVE
@@ -354,7 +350,7 @@ class _Sharing:
         )
         log.save(self.folder.path / SHARING)
         losses = [loss for [loss] in foreground.losses]
-        timeline = _timeline(gpu, self.request.options.timeline_steps)
+        timeline = timeline_of(gpu, self.request.options.timeline_steps)
         if timeline is not None:
             timeline.save(self.folder.timeline)
         return ShareOutcome(
@@ -386,65 +382,3 @@ class _Sharing:
             losses=[values if many else values[0] for values in beside.losses],
             multiprocessors=beside.multiprocessors,
         )
-
-
-class MemoryOf:
-    """What a GPU has free.
-
-    Where the foreground is called eagerly, memory that torch keeps for it counts as free as far as no step since the
-    last look used it; what graphs keep for themselves does not.
-    """
-
-    def __init__(self, device: torch.device, *, grows: bool) -> None:
-        """To be made when all jobs are there."""
-        self._device, self._grows = device, grows
-        give_back()
-        self._kept_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-    def __call__(self) -> Memory:
-        free, total = torch.cuda.mem_get_info(self._device)
-        if not self._grows:
-            return Memory(free, total)
-        used = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return Memory(free + max(torch.cuda.memory_reserved(self._device) - used - self._kept_bytes, 0), total)
-
-
-def _timeline(gpu: SharedGpu, steps: int) -> Timeline | None:
-    """The last steps on the device: the foreground's compute, and the background's pieces."""
-    spans = list(gpu.spans)[-steps:] if steps else []
-    if not spans or not gpu.measured.step_s:
-        return None
-    first = spans[0].begin
-    events: list[Event] = []
-    for number, span in enumerate(spans):
-        events.append(
-            Event(
-                device=0,
-                lane="compute",
-                kind=WHOLE_STEP,
-                block=gpu.foreground.name,
-                start_s=float(first.elapsed_time(span.begin)) / 1e3,
-                stop_s=float(first.elapsed_time(span.end)) / 1e3,
-                step=number,
-            )
-        )
-        events += [
-            Event(
-                device=0,
-                lane="background",
-                kind="background",
-                block=piece.name,
-                start_s=float(first.elapsed_time(piece.begin)) / 1e3,
-                stop_s=float(first.elapsed_time(piece.end)) / 1e3,
-                step=number,
-            )
-            for piece in span.pieces
-        ]
-    measured = gpu.measured.step_s
-    return Timeline(
-        source="measured",
-        num_devices=1,
-        step_time_s=sum(measured) / len(measured),
-        events=tuple(sorted(events, key=lambda event: event.start_s)),
-    )

@@ -329,20 +329,3 @@ def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]
     high = torch.cuda.Stream(device, priority=min(least, greatest))  # type: ignore[no-untyped-call]
     low = torch.cuda.Stream(device, priority=max(least, greatest))  # type: ignore[no-untyped-call]
     return high, low
-
-
-@contextlib.contextmanager
-def memory_cap(name: str, device: torch.device, memory_bytes: int | None) -> Iterator[None]:
-    """What is allocated on the device inside may take so much more than before; else ShareError."""
-    if memory_bytes is None:
-        yield
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    taken = torch.cuda.memory_reserved(device)
-    torch.cuda.set_per_process_memory_fraction(min((taken + memory_bytes) / total, 1.0), device)
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ShareError(f"background {name} needs more than {memory_bytes} bytes of the GPU's memory") from error
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -64,6 +64,8 @@ class GraphStep:
         """Steps that have begun."""
         self._graphs: StepGraphs | None = None
         self._cut: list[CutGraph] = []
+        self._uncut: list[Piece] = []
+        """The step in as few pieces as it can be, for as long as it is timed."""
         self._cuts: list[Cuts] = []
         """Where the graphs were cut, in order; known from the first capture on."""
         self._away = Away()
@@ -99,7 +101,10 @@ class GraphStep:
             graphs = self._cut_graphs(())
             self.piece_times_s = self._timed(self.pieces)
             if math.isnan(self.alone_s):
-                self.alone_s = times_of_steps(self.pieces, lambda: graphs.begin(self.step, self._example))
+                self.alone_s = times_of_steps(self._uncut, lambda: graphs.begin(self.step, self._example))
+            self._uncut = []
+            for cut in self._cut:
+                cut.forget_whole()
             if _default_offset(self.stream.device) != offset:
                 raise CaptureError(
                     "its layers draw from torch's own random stream, which another job may draw from too"
@@ -130,16 +135,18 @@ class GraphStep:
     def _cut_graphs(self, known: Sequence[Cuts]) -> StepGraphs:
         """Captures the step and cuts it into `pieces`: as it was cut before, or as the pieces' times say."""
         self._graphs = graphs = self.executor.capture(self._example, keep_graphs=True)
-        self._cut, self.pieces = [], []
+        self._cut, self.pieces, self._uncut = [], [], []
         cuts = iter(known)
         for piece in graphs.pieces:
             graph = graphs.graph_of(piece)
             if graph is None:  # what the host does itself, such as an optimizer that cannot be captured
                 self.pieces.append(piece)
+                self._uncut.append(piece)
             else:
                 where = next(cuts, None)
                 self._cut.append(CutGraph(graph, target_s=self._piece_s, timed=self._timed, cuts=where))
                 self.pieces += self._cut[-1].pieces
+                self._uncut += self._cut[-1].whole or self._cut[-1].pieces
         self._cuts = [cut.cuts for cut in self._cut]
         return graphs
 

@@ -126,11 +126,19 @@ class CutGraph:
             ends = no_larger(ends, len(nodes), _MOST_NODES)
         self.cuts = Cuts(num_nodes=len(nodes), ends=tuple(ends))
         """Where it was cut."""
+        self.whole: list[Piece] = self._made(raw, nodes, [0, len(nodes)]) if ends and cuts is None else []
+        """The graph in one piece, to be timed; it moves no random stream. Empty where it is not cut, or was before."""
         rest = self._made(raw, nodes, [*ends, len(nodes)]) if ends else []
         for node in nodes[ends[0] :] if ends else ():
             call("cuGraphDestroyNode", node)
         graph.instantiate()
         self.pieces = [graph.replay, *rest]
+
+    def forget_whole(self) -> None:
+        """It has been timed."""
+        if self.whole:
+            call("cuGraphExecDestroy", self._executables.pop(0))
+            self.whole = []
 
     def __del__(self) -> None:
         self._free()

@@ -6,10 +6,12 @@ the foreground down when all it does is draw power. It is used where Triton is m
 """
 
 import functools
+import logging
 from collections.abc import Callable
 
 import torch
 
+_LOG = logging.getLogger(__name__)
 Wait = Callable[[float], object]
 """Waits so many seconds on the current stream."""
 
@@ -21,7 +23,8 @@ def waiter() -> Wait:
         from burstpool.share.clock_kernel import wait
 
         wait(1e-6)
-    except Exception:  # no Triton, or no compiler for what it generates
+    except Exception as error:  # no Triton, or no compiler for what it generates
+        _LOG.info("gaps are counted in cycles: %s", " ".join(str(error).split())[:300])
         cycles = _cycles_a_second()
         return lambda time_s: torch.cuda._sleep(int(time_s * cycles))  # type: ignore[no-untyped-call]
     return wait

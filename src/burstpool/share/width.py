@@ -29,7 +29,8 @@ _LOG = logging.getLogger(__name__)
 PARTS = (0.75, 0.5, 0.3)
 """Shares of the multiprocessors that are tried."""
 _TRY_S = 0.15
-_LEAST_STEPS = 6
+_LEAST_STEPS, _MOST_STEPS = 6, 100
+"""Of a foreground in a try: enough to tell. One batch again and again, at the real learning rate, leads astray."""
 _CLEARLY = 1.05
 """How much more a part must keep to be taken."""
 _WEIGHTS = 1 << 20
@@ -118,7 +119,7 @@ def together(
     with foreground.rehearsed() as begin, background.rehearsed() as begin_other:
         torch.cuda.synchronize()
         beside = _Endless(background, begin_other)
-        count = max(int(seconds / foreground.alone_s), _LEAST_STEPS)
+        count = min(max(int(seconds / foreground.alone_s), _LEAST_STEPS), _MOST_STEPS)
         alone = _steps(pieces, stream, begin, max(count // 4, _LEAST_STEPS), lambda: None)
         first = recorded(stream, timing=True)
         times = _steps(pieces, stream, begin, count, beside.keep_busy)

@@ -1,0 +1,35 @@
+"""Measured times: what is kept on disk, and for whom."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from burstpool.fusion.lowering import Choices
+from burstpool.fusion.timing import NO_MEMORY_S
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BURSTPOOL_CACHE", str(tmp_path))
+
+
+def learnt(times_s: dict[str, float], kept_in: Path | None = None) -> Choices:
+    """What another process finds."""
+    choices = Choices(CPU, kept_in)
+    assert choices.learn("it", times_s) == "fast"
+    choices.save()
+    return Choices(CPU, kept_in)
+
+
+def test_what_was_measured_once_is_known_to_all() -> None:
+    assert learnt({"fast": 1.0, "slow": 2.0, "cannot": math.inf}).known("it", ["fast", "slow", "cannot"]) == "fast"
+
+
+def test_what_found_no_memory_is_known_to_the_array_alone(tmp_path: Path) -> None:
+    times_s = {"fast": 1.0, "large": NO_MEMORY_S}
+    assert learnt(times_s).known("it", times_s) is None
+    assert learnt(times_s, tmp_path / "own.json").known("it", times_s) == "fast"
