@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from burstpool import fuse
 from burstpool.fusion.lowering import Choices
+from burstpool.fusion.rules.concurrent import in_turn
 from burstpool.fusion.timing import NO_MEMORY_S
 
 CPU = torch.device("cpu")
@@ -33,3 +35,14 @@ def test_what_found_no_memory_is_known_to_the_array_alone(tmp_path: Path) -> Non
     times_s = {"fast": 1.0, "large": NO_MEMORY_S}
     assert learnt(times_s).known("it", times_s) is None
     assert learnt(times_s, tmp_path / "own.json").known("it", times_s) == "fast"
+
+
+def test_choices_for_members_in_turn_are_of_their_own() -> None:
+    array = fuse([torch.nn.Conv2d(3, 4, 3) for _ in range(3)], torch.zeros(2, 3, 8, 8), mode="measured")
+    array(torch.zeros(2, 3, 8, 8))
+    before = len(Choices(CPU).times_s)
+    assert before
+    with in_turn():
+        array(torch.zeros(2, 3, 8, 8))
+    array(torch.zeros(2, 3, 8, 8))
+    assert len(Choices(CPU).times_s) == 2 * before

@@ -20,6 +20,7 @@ from torch import Tensor
 from burstpool.fusion.modes import Mode
 from burstpool.fusion.plan import Plan, Step
 from burstpool.fusion.rules import Run
+from burstpool.fusion.rules.concurrent import is_in_turn
 from burstpool.fusion.serial import draws, run_serially, tensors_of
 from burstpool.fusion.timing import NO_MEMORY_S, timed, timed_recorded
 from burstpool.model.capture import batch_of
@@ -121,7 +122,7 @@ def choose_lowerings(
     """The plan with measured lowerings; its `choice` is in ONE_BY_ONE where that is faster."""
     samples = batch_of(tuple(v[0] if n in batched else v for n, v in named.items() if isinstance(v, Tensor)), {})
     autocast = torch.is_autocast_enabled(array.device.type)
-    key = (samples, len(array), torch.is_grad_enabled(), autocast, array.recording)
+    key = (samples, len(array), torch.is_grad_enabled(), autocast, array.recording, is_in_turn())
     plan = mode.plan(batched, key)
     if plan.choice is None:
         if array.device.type == "cuda":
@@ -168,7 +169,8 @@ class _Tuner:
     def _setting(self) -> str:
         kind = self.array.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return f"M={len(self.array)} autocast={autocast}{' recorded' if self.array.recording else ''}"
+        how = f"{' recorded' if self.array.recording else ''}{' in turn' if is_in_turn() else ''}"
+        return f"M={len(self.array)} autocast={autocast}{how}"
 
     def _timed(self, function: Callable[[], None], run: Run) -> float:
         if not self.array.recording:

@@ -19,6 +19,7 @@ from burstpool.fusion.array import FusedArray
 from burstpool.fusion.gradients import differentiate
 from burstpool.fusion.jobs import attach
 from burstpool.fusion.optim import FusedOptimizer
+from burstpool.fusion.rules.concurrent import in_turn
 from burstpool.fusion.serial import draws
 from burstpool.job import Job
 from burstpool.model.recording import recording
@@ -205,7 +206,7 @@ class ArrayStep:
         setting = torch.autocast("cuda", dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
         self.array.recording = True  # operators are chosen by their times in a graph, in the eager steps too
         try:
-            with setting:
+            with setting, in_turn():
                 self._losses = self.array.losses(inputs, self.jobs[0].loss, target)
         finally:
             self.array.recording = False
