@@ -116,6 +116,37 @@ def test_what_draws_random_numbers_is_not_compiled_on_the_cpu() -> None:
     assert step.left_out == {TOGETHER: "it draws random numbers", APART: "it draws random numbers"}
 
 
+def test_writing_a_member_down_leaves_its_random_stream_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    models = members(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), 2)
+    expected = []
+    for seed, model in zip((3, 4), models, strict=True):
+        torch.manual_seed(seed)
+        expected.append([square(model(x)).item() for _ in range(3)])
+    array = fuse(models, x, seeds=[3, 4])
+    with monkeypatch.context() as patched:  # the CPU refuses what draws; a GPU's masks would not be those of alone
+        patched.setattr("burstpool.fusion.compiled.draws", lambda mode: False)
+        way = compiled_ways(array, square)[0][APART]
+    before = torch.get_rng_state()
+    found = torch.stack([way(x, ()) for _ in range(3)], 1)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("way", [TOGETHER, APART])
+def test_writing_a_loss_that_draws_down_leaves_torchs_own_stream_where_it_was(way: str) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    array = fuse(members(lambda: nn.Linear(6, 3), 2), x)
+    losses, states = [], []
+    made = compiled_ways(array, lambda out: F.dropout(out, 0.5).square().mean())[0][way]
+    for _ in range(2):
+        torch.manual_seed(5)
+        losses.append(made(x, ()))
+        states.append(torch.get_rng_state())
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(states[0], states[1])
+
+
 def test_dropout_that_is_off_draws_nothing() -> None:
     x = torch.randn(4, 6)
     array = fuse([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0)) for _ in range(2)], x)

@@ -98,10 +98,11 @@ class _Compiled:
                         filled[place] = tensor
                     return self._gradients(losses, *pytree.tree_unflatten(filled, spec))
 
-                # Writing it down runs it, which must leave no trace in buffers and inputs.
+                # Writing it down runs it, which must leave no trace in buffers, inputs and random streams.
                 shared = {id(state[key]) for key in state if key in self.array.state.parameters}
                 fresh = [leaves[p] if id(leaves[p]) in shared else leaves[p].detach().clone() for p in places]
-                with kernels.plain_operators():
+                drawn_from = [self.array.device] if self.array.device.type == "cuda" else []
+                with kernels.plain_operators(), torch.random.fork_rng(devices=drawn_from):
                     graph = make_fx(function)(*[tensor.detach() for tensor in fresh])
                 self._functions[written_for] = torch.compile(graph, dynamic=False)
             return self._functions[written_for](*tensors)
