@@ -2,7 +2,7 @@
 
 On a GPU a bucket's gradients are laid end to end, so that an update is a handful of operators however many parameters
 there are. On a CPU the pieces fit into a core's cache, and nothing as large as the array is allocated: fresh memory
-costs more than the arithmetic.
+costs more than the arithmetic. An update that reads every gradient once and allocates nothing needs no pieces.
 
 Shapes: M = members, P = all of a member's parameters in a bucket.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from burstpool.fusion.updates import Bucket, Chunk, Formula, shrinking
+from burstpool.fusion.updates import Bucket, Chunk, Formula, shrinking, takes_gradients_as_they_are
 
 _CHUNK_BYTES = 1 << 18
 """Of one operand; a formula touches about five."""
@@ -45,12 +45,16 @@ def apply_in_chunks(
     formula: Formula, bucket: Bucket, parameters: Mapping[str, nn.Parameter], mask_M: Tensor | None
 ) -> None:
     """The same, piece by piece."""
-    if bucket.chunks is None:
-        bucket.chunks = _chunks(bucket, parameters)
     members = len(bucket.step_M)
     flat = {
         key: (parameters[key].detach().view(members, -1), _gradient(parameters[key], members)) for key in bucket.keys
     }
+    if mask_M is None and takes_gradients_as_they_are(bucket):
+        for param_MP, grad_MP in flat.values():
+            param_MP.addcmul_(*formula(bucket, grad_MP, param_MP))
+        return
+    if bucket.chunks is None:
+        bucket.chunks = _chunks(bucket, parameters)
     for chunk in bucket.chunks:
         param_MP, grad_MP = (tensor[chunk.rows] for tensor in flat[chunk.key])
         mask = None if mask_M is None else mask_M[chunk.rows]

@@ -27,6 +27,7 @@ from burstpool.fusion.explain import Explanation, explain
 from burstpool.fusion.inputs import model_arguments, named_inputs, stacked_inputs
 from burstpool.fusion.loss import member_losses
 from burstpool.fusion.lowering import ONE_BY_ONE, choose_lowerings
+from burstpool.fusion.memory import KeptMemory
 from burstpool.fusion.modes import Example, Mode
 from burstpool.fusion.optim import ArrayOptimizer, make_optimizer
 from burstpool.fusion.plan import Plan
@@ -102,6 +103,7 @@ class FusedArray:
         if mode not in get_args(Execution):
             raise FusionError(f"mode={mode!r} is unknown; pass one of {', '.join(map(repr, get_args(Execution)))}")
         self._example: Example = model_arguments(example)
+        self._example_leaves = flatten_arguments(*self._example)[0]
         self._mode_name = mode
         self.training = models[0].training
         self.state = State(models)
@@ -111,6 +113,8 @@ class FusedArray:
         self.active = torch.ones(len(models), dtype=torch.bool, device=self.device)
         """[M]: false for members that were stopped or whose loss was not finite; the optimizers pass over them."""
         self._frozen: dict[int, dict[str, Tensor]] = {}
+        self._memory = KeptMemory() if self.device.type == "cpu" else None
+        """For large gradients, of the members there are."""
         self.optimizers: list[ArrayOptimizer] = []
         self.schedulers: list[ArrayScheduler] = []
         self.scalers: list[LossScaler] = []
@@ -170,7 +174,8 @@ class FusedArray:
         With `per_member` each has its own: tensors [M, N, …], or a list of M inputs.
         """
         mode, batched, named = self.placed(inputs, per_member=per_member)
-        run = Run(members=len(self), streams=self.streams)
+        # A compiled function allocates for itself.
+        run = Run(members=len(self), streams=self.streams, memory=None if self._compiled else self._memory)
         values = mode.values(self.state.tensors, self.state.aliases, named)
         plan = self._plan(mode, batched, named, values)
         if plan is None or plan.choice in ONE_BY_ONE:
@@ -186,8 +191,7 @@ class FusedArray:
     def placed(self, inputs: Any, *, per_member: bool = False) -> tuple[Mode, frozenset[str], dict[str, Any]]:
         """The captured graph, those of its inputs that are each member's own, and what they stand for, by name."""
         mode = self.mode
-        example = flatten_arguments(*self._example)[0]
-        named = named_inputs(mode.capture, example, inputs, own=len(self) if per_member else None)
+        named = named_inputs(mode.capture, self._example_leaves, inputs, own=len(self) if per_member else None)
         batched = frozenset(name for name in named if named[name] is not None) if per_member else frozenset()
         return mode, batched, named
 
@@ -271,7 +275,7 @@ class FusedArray:
         kept = [i for i in range(len(self)) if i not in gone]
         if not kept:
             raise FusionError("the array would be empty; an array has at least one member")
-        self.compiled_ways = {}
+        self._forget_sizes()
         self._frozen = {kept.index(i): saved for i, saved in self._frozen.items() if i in kept}
         self.jobs = [self.jobs[i] for i in kept] if self.jobs else []
         self.state.keep(kept)
@@ -300,7 +304,8 @@ class FusedArray:
         `options` are its optimizer options, `scheduler` its arguments of the schedule; what is left out is what
         member 0 was given. `job` is what it was made of, for an array that was made from jobs.
         """
-        index, self.compiled_ways = len(self), {}
+        index = len(self)
+        self._forget_sizes()
         empty = skeleton(model)
         check_same_state(self.state.skeletons[0], empty, member=index)
         for optimizer in self.optimizers:
@@ -333,6 +338,12 @@ class FusedArray:
         for made in self.schedulers:
             made.admit(schedule)
 
+    def _forget_sizes(self) -> None:
+        """What was made for as many members as there were."""
+        self.compiled_ways = {}
+        if self._memory is not None:
+            self._memory.forget()
+
     def _cut(self, members: int) -> None:
         """Only the first ones, where one more was admitted in part."""
         kept = list(range(members))
@@ -351,7 +362,7 @@ class FusedArray:
         """Moves members to an array of their own, with their optimizer state, schedules and random streams."""
         chosen = [self._index(i) for i in indices]
         other = copy.copy(self)
-        other.compiled_ways = {}
+        other.compiled_ways, other._memory = {}, copy.copy(self._memory)
         other.active = self.active[torch.tensor(chosen, device=self.device)].clone()
         other.state = self.state.taken(chosen)
         other._modes = {training: mode.taken(chosen) for training, mode in self._modes.items()}

@@ -8,6 +8,7 @@ Shapes: M = members, N = samples, C = classes.
 """
 # ruff: noqa: N806 -- shape suffixes are capitals
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -84,7 +85,9 @@ class _Members:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        bound = inspect.signature(function).bind(*args, **(kwargs or {}))
+        if function not in _KNOWN:
+            return NotImplemented
+        bound = _signature(function).bind(*args, **(kwargs or {}))
         bound.apply_defaults()
         result = _KNOWN[function](**bound.arguments)
         return cls(result)
@@ -98,6 +101,12 @@ class _Members:
         """Of one member's dimensions."""
         rank = self.value.dim() - 1
         return _Members(self.value.transpose(dim0 % rank + 1, dim1 % rank + 1))
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    """Of torch's losses, of which there are few; finding it takes as long as a small loss."""
+    return inspect.signature(function)
 
 
 def _both(input: Any, target: Any) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,11 @@ def shrinking(bucket: Bucket) -> Tensor | None:
     return 1 - bucket.number("lr") * bucket.number("weight_decay")
 
 
+def takes_gradients_as_they_are(bucket: Bucket) -> bool:
+    """Whether the direction is the gradient itself, whatever the formula: no state, no sign, no decay."""
+    return not bucket.slots and not bucket.flags.get("maximize") and not bucket.flags.get("decays")
+
+
 def sgd(bucket: Bucket, grad_MP: Tensor, param_MP: Tensor) -> Step:
     """torch.optim.SGD."""
     grad_MP = _gradient(bucket, grad_MP, param_MP)

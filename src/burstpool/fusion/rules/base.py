@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx
 
+from burstpool.fusion.memory import KeptMemory
 from burstpool.fusion.streams import Streams
 
 _SEEDS_AT_ONCE = 32
@@ -50,6 +51,8 @@ class Run:
     """Each member's random numbers."""
     seeded: list[torch.Tensor] | None = None
     """Seeds [M] drawn beforehand, from which all random numbers are to be made; None to use the streams."""
+    memory: KeptMemory | None = None
+    """Where large gradients lie on the CPU; None for memory of their own."""
     _seeds: list[torch.Tensor] = field(default_factory=list)
 
     def seeds(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from burstpool.fusion import kernels
+from burstpool.fusion.memory import KeptMemory
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, autocast_dtype, padded, with_members
 
 aten = torch.ops.aten
@@ -34,6 +35,9 @@ def _linear(call: Call) -> Lowered | None:
 
 
 def _linear_shared(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
+    if w_MOI.device.type == "cpu" and w_MOI.numel() >= _MANY_WEIGHTS:
+        x = x.to(autocast_dtype(x))
+        return _linear_batched(run, x.expand(run.members, *x.shape), w_MOI, b_MO)
     bias = None if b_MO is None else b_MO.flatten()
     y = torch.nn.functional.linear(x, w_MOI.flatten(0, 1), bias)
     return y.view(*y.shape[:-1], run.members, -1).movedim(-2, 0)
@@ -45,7 +49,7 @@ def _linear_batched(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> 
     outputs, weight, bias = w_MOI.shape[1], w_MOI.to(dtype), None if b_MO is None else b_MO.to(dtype)
     if missing := _missing(outputs, weight):
         weight, bias = F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
-    y_MPO: Tensor = _BatchedLinear.apply(x_MPI.to(dtype), weight, bias)  # type: ignore[no-untyped-call]
+    y_MPO: Tensor = _BatchedLinear.apply(x_MPI.to(dtype), weight, bias, run.memory)  # type: ignore[no-untyped-call]
     # A slice only where something is cut off: its gradient is copied.
     return (y_MPO[..., :outputs] if missing else y_MPO).view(*x.shape[:-1], outputs)
 
@@ -57,8 +61,11 @@ class _BatchedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_MPI: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x_MPI: Tensor, w_MOI: Tensor, b_MO: Tensor | None, memory: KeptMemory | None = None
+    ) -> Tensor:
         ctx.save_for_backward(x_MPI, w_MOI)
+        ctx.memory = memory
         w_MIO = w_MOI.transpose(1, 2)
         if b_MO is None:
             return torch.bmm(x_MPI, w_MIO)
@@ -67,17 +74,27 @@ class _BatchedLinear(torch.autograd.Function):
         return torch.baddbmm(b_MO.unsqueeze(1), x_MPI, w_MIO)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_MPI, w_MOI = ctx.saved_tensors
         (g_MPO,) = grads
-        wants_x, wants_w, wants_b = ctx.needs_input_grad
+        wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         return (
             torch.bmm(g_MPO, w_MOI) if wants_x else None,
-            torch.bmm(g_MPO.transpose(1, 2), x_MPI) if wants_w else None,
+            _BatchedLinear._weight_gradient(g_MPO, x_MPI, w_MOI, ctx.memory) if wants_w else None,
             g_MPO.sum(1) if wants_b else None,
+            None,
         )
 
+    @staticmethod
+    def _weight_gradient(g_MPO: Tensor, x_MPI: Tensor, w_MOI: Tensor, memory: KeptMemory | None) -> Tensor:
+        g_MOP = g_MPO.transpose(1, 2)
+        if memory is None or torch.is_grad_enabled():  # no gradient of what was written into given memory
+            return torch.bmm(g_MOP, x_MPI)
+        return torch.bmm(g_MOP, x_MPI, out=memory.empty(w_MOI.shape, w_MOI.dtype))
 
+
+_MANY_WEIGHTS = 1 << 18
+"""Of all members, from which on a CPU's wide product is slower than one for each: it leaves the cache."""
 _ALIGNED, _WIDE = 8, 256
 
 
