@@ -7,7 +7,8 @@
 On CUDA each workload runs in processes of its own (ways that compile, ways that do not, HFTA's code), twenty at once:
 they export and compile side by side; when all have, they take turns on the GPU, by a lock, to be measured. `--seconds`
 ends it all; what was not measured by then says so. Each time is the smallest of several: what else a machine does
-only ever adds.
+only ever adds. On the CPU, where others share the cache and a core's units, a workload's ways take turns of a few steps
+in one process, and each time is the median of all its steps.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import gc
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,7 @@ PARTS = {
     "compiled": ("serial_compiled", "vmap_compiled"),
 }
 """Ways that run in one process, in order."""
+_STEPS_A_TURN = 8
 _AT_ONCE = 20
 """Processes: as many as a machine of 16 cores and 128 GiB holds."""
 
@@ -85,22 +88,38 @@ def parsed() -> argparse.Namespace:
 
 
 def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One thread, one way after another."""
+    """One thread; a workload's ways take turns."""
     torch.set_num_threads(1)
     for name in options.only:
+        made = task(name, torch.device("cpu"), torch.bfloat16 if options.dtype == "bf16" else None)
         for members in options.members or [16]:
-            for way, make in CPU_WAYS.items():
-                if way not in options.without:
-                    made = task(name, torch.device("cpu"), torch.bfloat16 if options.dtype == "bf16" else None)
-                    yield measured(made, way, make, members, seconds=3.0)
+            ways = {way: make for way, make in CPU_WAYS.items() if way not in options.without}
+            yield from by_turns(made, [built(made, way, make, members) for way, make in ways.items()], seconds=12.0)
 
 
-def measured(
-    made: Task, way: str, make: Callable[[Task, int], Made], members: int, *, seconds: float
-) -> dict[str, Any]:
-    """A row: samples a second, or why there are none."""
-    row, ready = built(made, way, make, members)
-    return row if ready is None else timed(made, row, ready, seconds=seconds)
+def by_turns(made: Task, rows: list[tuple[dict[str, Any], Made | None]], *, seconds: float) -> Iterator[dict[str, Any]]:
+    """The rows with their figures: what else the machine does while they run meets all of them."""
+    running: list[tuple[dict[str, Any], Step, int, list[float]]] = []
+    for row, ready in rows:
+        if ready is not None:
+            try:
+                step, models = ready()
+                for _ in range(3):
+                    step()
+                running.append((row, step, models, []))
+            except Exception as error:
+                row |= failed(error)
+    begun = time.perf_counter()
+    while running and time.perf_counter() - begun < seconds:
+        for _, step, _, times in running:
+            step()  # finds in the cache what the others have left of it
+            for _ in range(_STEPS_A_TURN):
+                start = time.perf_counter()
+                step()
+                times.append(time.perf_counter() - start)
+    for row, _, models, times in running:
+        row["samples_per_s"] = models * made.batch / statistics.median(times)
+    yield from (row for row, _ in rows)
 
 
 def built(made: Task, way: str, make: Callable[[Task, int], Made], members: int) -> tuple[dict[str, Any], Made | None]:
