@@ -8,7 +8,7 @@ On CUDA each workload runs in processes of its own (ways that compile, ways that
 they export and compile side by side; when all have, they take turns on the GPU, by a lock, to be measured. `--seconds`
 ends it all; what was not measured by then says so. Each time is the smallest of several: what else a machine does
 only ever adds. On the CPU, where others share the cache and a core's units, a workload's ways take turns of a few steps
-in one process, and each time is the median of all its steps.
+in one process, and each time is the median of all its steps; the rows have the smallest beside it.
 """
 
 import argparse
@@ -119,6 +119,7 @@ def by_turns(made: Task, rows: list[tuple[dict[str, Any], Made | None]], *, seco
                 times.append(time.perf_counter() - start)
     for row, _, models, times in running:
         row["samples_per_s"] = models * made.batch / statistics.median(times)
+        row["samples_per_s_at_best"] = models * made.batch / min(times)
     yield from (row for row, _ in rows)
 
 

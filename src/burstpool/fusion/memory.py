@@ -55,7 +55,9 @@ class _Block:
     """Some memory, and whether a tensor still lies in it."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, num_bytes)
+        # Private: what a forked process writes stays its own.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._memory = mmap.mmap(-1, num_bytes, **private)
         self._lent: weakref.ref[Any] | None = None
 
     def is_free(self) -> bool:

@@ -32,7 +32,8 @@ def cross_entropy(x_MNC: Tensor, target: Tensor, ignore_index: int, smoothing: f
     total_M = each.view(members, -1).sum(1)
     if reduction == SUM:
         return total_M
-    return total_M / (own != ignore_index).view(members, -1).sum(1)
+    counted = target != ignore_index
+    return total_M / (counted.sum() if own is not target else counted.view(members, -1).sum(1))
 
 
 def _each(x_RC: Tensor, target_R: Tensor, ignore_index: int, smoothing: float) -> Tensor:
