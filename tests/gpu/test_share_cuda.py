@@ -139,7 +139,7 @@ def test_both_jobs_train_as_they_do_alone(control: dist.ProcessGroup, gaps: bool
     background = start_background(at_work("zoo:tiny_resnet", control, low))
     if part is not None:
         tried = Widths(foreground.steps, background.work.steps).tried
-        say(tried)
+        say({share: (found.slowdown, found.kept) for share, found in tried.items()})
         assert set(tried) == {1.0, *PARTS}
         background.work.steps.move(confined_stream(0, part, low.priority))
     program: list[int | Idle] = list(range(len(foreground.steps.pieces)))
