@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# Tests that neither start processes nor take times run two at once; the others have the machine to themselves.
-SHARED := $(addprefix tests/,fusion model plan report schedule test_artifact.py test_data.py test_job.py)
+# Tests that take no times and hold no cores run two at once; the others have the machine to themselves.
+SHARED := $(addprefix tests/,fusion model plan report schedule sweeping test_artifact.py test_data.py test_job.py)
 define run_tests
 	$(BIN)/python -m pytest --numprocesses 2 $(SHARED)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(SHARED))
