@@ -240,7 +240,7 @@ def compared(times: Sequence[float], alone_s: float, kept: float) -> dict[str, f
 
 def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
     """Builds all jobs, then does what it is told: (way, background, budget, seconds)."""
-    from burstpool.share.at_work import BackgroundWork
+    from burstpool.share.at_work import BackgroundWork, move
     from burstpool.share.gpu import alone_in_a_group, streams
     from burstpool.share.width import Widths
 
@@ -274,7 +274,7 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
                     part = widths[name].take(slowdown=budget)
                     answer = {**ours(foreground, BackgroundWork(work), budget, seconds, None), "multiprocessors": part}
                 elif work.steps.stream != low:
-                    work.steps.move(low)
+                    move(work.steps, low)
                 if way == "gaps":
                     answer = ours(foreground, BackgroundWork(work), budget, seconds, gaps_of(which, foreground))
                 elif way == "priority":

@@ -28,7 +28,7 @@ from burstpool.run.torchrun import Silent
 from burstpool.run.trainer import train
 from burstpool.run.worker import JobSource
 from burstpool.share.array_steps import ArrayStep
-from burstpool.share.at_work import BackgroundWork, JobAtWork
+from burstpool.share.at_work import BackgroundWork, JobAtWork, move
 from burstpool.share.base import Background, ShareOutcome, ShareRequest
 from burstpool.share.budget import Budget
 from burstpool.share.cuda import share_on_cuda
@@ -141,7 +141,7 @@ def test_both_jobs_train_as_they_do_alone(control: dist.ProcessGroup, gaps: bool
         tried = Widths(foreground.steps, background.work.steps).tried
         say({share: (found.slowdown, found.kept) for share, found in tried.items()})
         assert set(tried) == {1.0, *PARTS}
-        background.work.steps.move(confined_stream(0, part, low.priority))
+        move(background.work.steps, confined_stream(0, part, low.priority))
     program: list[int | Idle] = list(range(len(foreground.steps.pieces)))
     if gaps:
         program.insert(2, Idle(length_s=5e-4))

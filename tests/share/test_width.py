@@ -70,10 +70,12 @@ class Moved:
         self.stream: Any = Whole()
         self.refused, self.pieces = refused, [lambda: None]
 
-    def move(self, stream: Any) -> None:
-        self.stream, self.pieces = stream, []
-        if stream in self.refused:
-            raise self.refused[stream]
+    def let_go(self) -> None:
+        self.pieces = []
+
+    def capture(self) -> None:
+        if self.stream in self.refused:
+            raise self.refused[self.stream]
         self.pieces = [lambda: None]
 
 

@@ -16,7 +16,7 @@ Assumed:
 Not modelled: starting kernels beyond what the profile saw in each layer, unless the host's time was measured; compute
 and communication slowing each other, unless a link `shares_compute`; the small exchanges of batch norm over several
 devices; racks and oversubscribed switches; loading where the profile has no `load_s`; clipping by norm; that parameters
-of a reduction are first copied together, unless it was measured.
+of a reduction are first copied together, unless it was measured; more CPU workers than cores.
 """
 
 import math

@@ -97,13 +97,6 @@ class ArrayStep:
         finally:
             self.array.streams.restore(random)
 
-    def move(self, stream: torch.cuda.Stream) -> None:
-        """Captures the step again for another stream of the same GPU; trains nothing."""
-        self._let_go()
-        give_back()  # a capture cannot have memory that another graph is only waiting to hand back
-        self.stream = stream
-        self.capture()
-
     @contextlib.contextmanager
     def rehearsed(self) -> Iterator[Callable[[], None]]:
         """Inside, the pieces may be replayed and train nothing; the call that is yielded does nothing."""
@@ -117,11 +110,11 @@ class ArrayStep:
     def leave(self) -> None:
         """Between two steps: everything goes to the host's memory, and the graphs are let go."""
         self._cuts = self._cut.cuts if self._cut is not None else self._cuts
-        self._let_go()
+        self.let_go()
         self._away.take(self._all_tensors())
         give_back()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Of the graphs, and of all that lies in their memory."""
         torch.cuda.synchronize()
         self._cut, self.pieces = None, []

@@ -27,7 +27,7 @@ from burstpool.run.trainer import InterruptedRun, counted_interrupts, prepare
 from burstpool.run.worker import JobSource
 from burstpool.share.announce import SHARING, StepLog, slowdowns
 from burstpool.share.array_steps import ArrayStep
-from burstpool.share.at_work import BackgroundWork, Filler, JobAtWork, in_a_line
+from burstpool.share.at_work import BackgroundWork, Filler, JobAtWork, in_a_line, move
 from burstpool.share.base import (
     Background,
     BackgroundOutcome,
@@ -243,7 +243,7 @@ class _Sharing:
             _LOG.info("a background stays on the whole GPU: %s", in_a_line(error))
         # Outside of the handler: an exception keeps alive whatever was made.
         if steps.stream != self.low or not steps.pieces:
-            steps.move(self.low)
+            move(steps, self.low)
         return 1.0
 
     def _memory_bytes(self, wanted: Background) -> int:

@@ -110,13 +110,6 @@ class GraphStep:
                     "its layers draw from torch's own random stream, which another job may draw from too"
                 )
 
-    def move(self, stream: torch.cuda.Stream) -> None:
-        """Captures the step again for another stream of the same GPU; trains nothing."""
-        self._let_go()
-        give_back()  # a capture cannot have memory that another graph is only waiting to hand back
-        self.stream = stream
-        self.capture()
-
     @contextlib.contextmanager
     def rehearsed(self) -> Iterator[Callable[[], None]]:
         """Inside, the pieces may be replayed, after the call that is yielded, and train nothing."""
@@ -152,11 +145,11 @@ class GraphStep:
 
     def leave(self) -> None:
         """Between two steps: everything goes to the host's memory, and the graphs are let go."""
-        self._let_go()
+        self.let_go()
         self._away.take(self._all_tensors())
         give_back()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Of the graphs, and of all that lies in their memory."""
         torch.cuda.synchronize()
         self._graphs, self._cut, self.pieces, self._loss = None, [], [], None

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from burstpool.errors import CaptureError
-from burstpool.share.at_work import Steps, in_a_line, recorded
+from burstpool.share.at_work import Steps, in_a_line, move, recorded
 from burstpool.share.partition import confined_stream
 from burstpool.share.pieces import Piece
 
@@ -80,7 +80,7 @@ class Widths:
         for share in PARTS:
             try:
                 stream = confined_stream(whole.device.index, share, whole.priority)
-                background.move(stream)
+                move(background, stream)
                 if _fingerprint(background) != wanted:
                     raise CaptureError("a step's numbers differ there")
                 self.tried[share] = together(foreground, background, seconds=_TRY_S)
@@ -93,7 +93,7 @@ class Widths:
         """Has the background captured where it keeps most within a budget; returns that share."""
         best = best_width({share: tried.kept_within(slowdown) for share, tried in self.tried.items()})
         if self._background.stream != self._streams[best] or not self._background.pieces:
-            self._background.move(self._streams[best])
+            move(self._background, self._streams[best])
         return best
 
 
