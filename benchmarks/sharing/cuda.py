@@ -239,7 +239,7 @@ def compared(times: Sequence[float], alone_s: float, kept: float) -> dict[str, f
 
 
 def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
-    """Builds all jobs, then does what it is told: (way, background, budget, seconds)."""
+    """Builds all jobs, then does what it is told: (way, background, budget, seconds, a background's step alone)."""
     from burstpool.share.at_work import BackgroundWork, move
     from burstpool.share.gpu import alone_in_a_group, streams
     from burstpool.share.width import Widths
@@ -265,9 +265,10 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
         widths: dict[str, Widths] = {}
         pipe.send("ready")
         while (order := pipe.recv()) is not None:
-            way, name, budget, seconds = order
+            way, name, budget, seconds, own_s = order
             work = works[name]
             work.losses.clear()
+            work.steps.alone_s = own_s or work.steps.alone_s
             try:
                 if way == "ours":
                     widths[name] = widths.get(name) or Widths(foreground.steps, work.steps)
@@ -423,8 +424,9 @@ class Sharer:
     def wait(self) -> None:
         assert self.pipe.recv() == "ready"
 
-    def do(self, way: str, background: Which, budget: float, seconds: float) -> dict[str, Any]:
-        self.pipe.send((way, str(background), budget, seconds))
+    def do(self, way: str, background: Which, budget: float, seconds: float, own_s: float | None) -> dict[str, Any]:
+        """`own_s`: a step of the background in a process of its own, where there is one: the most it could have."""
+        self.pipe.send((way, str(background), budget, seconds, own_s))
         return self.pipe.recv()
 
 
@@ -516,14 +518,17 @@ def measure_some(
             rates[kind, name] = 1 / statistics.mean(player.result()["times"])
     for foreground, background in itertools.product(foregrounds, backgrounds):
         sharer = sharers.get(str(foreground))
+        own_s = min((1 / rate for (_, name), rate in rates.items() if name == str(background)), default=None)
         if sharer is not None:
             for way in ("streams", "priority"):
                 if way in ways:
-                    note(foreground, background, way, sharer.do(way, background, 0, min(seconds, 0.4)))
+                    note(foreground, background, way, sharer.do(way, background, 0, min(seconds, 0.4), own_s))
             for budget in budgets if "ours" in ways else ():
-                note(foreground, background, f"ours {budget:.2f}", sharer.do("ours", background, budget, seconds))
+                note(
+                    foreground, background, f"ours {budget:.2f}", sharer.do("ours", background, budget, seconds, own_s)
+                )
             if "gaps" in ways:
-                note(foreground, background, "ours 1.10, gaps", sharer.do("gaps", background, 1.10, seconds))
+                note(foreground, background, "ours 1.10, gaps", sharer.do("gaps", background, 1.10, seconds, own_s))
         if "processes" in ways:
             pair = players["process", str(foreground)], players["process", str(background)]
             own = rates["process", str(background)]

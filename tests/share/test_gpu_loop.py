@@ -110,7 +110,7 @@ def test_work_that_runs_on_into_later_steps_is_counted_once(clock: Clock) -> Non
 class Fleeting:
     """A filler whose pieces end between one look and the next."""
 
-    name, ended, steps_done, next_s = "fleeting", "", 0, 1e-3
+    name, ended, steps_done, next_s, next_place = "fleeting", "", 0, 1e-3, 0
     where: Any = "here"
 
     def __init__(self) -> None:

@@ -1,11 +1,10 @@
 """Pieces of a step are about as long as asked for, and can run one after the other."""
 
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burstpool.share.pieces import cut_after, looked_into, no_larger, sorted_nodes
+from burstpool.model.graph_nodes import sorted_nodes
+from burstpool.share.pieces import cut_after, looked_into
 
 
 def lengths(times: list[float], ends: list[int]) -> list[float]:
@@ -36,16 +35,6 @@ def test_nodes_come_after_what_they_need(edges: set[tuple[int, int]]) -> None:
     order = sorted_nodes(shuffled, sorted(edges))
     assert sorted(order) == list(range(21))
     assert all(order.index(before) < order.index(after) for before, after in edges)
-
-
-@given(st.sets(st.integers(1, 99)), st.integers(1, 40))
-def test_no_piece_is_larger_than_it_may_be(ends: set[int], most: int) -> None:
-    found = no_larger(sorted(ends), 100, most)
-    assert ends <= set(found)
-    sizes = [stop - start for start, stop in itertools.pairwise([0, *found, 100])]
-    assert all(0 < size <= most for size in sizes)
-    fewest = sum(-(-(stop - start) // most) for start, stop in itertools.pairwise([0, *sorted(ends), 100]))
-    assert len(sizes) == fewest
 
 
 def test_long_stretches_are_looked_into_node_by_node() -> None:

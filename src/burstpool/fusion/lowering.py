@@ -175,7 +175,7 @@ class _Tuner:
     def _timed(self, function: Callable[[], None], run: Run) -> float:
         if not self.array.recording:
             return timed(function, self.array.device)
-        return timed_recorded(function, self.array.device, run.streams.generators)
+        return timed_recorded(function, self.array.device, run.streams.generators, in_a_row=is_in_turn())
 
     def _measure(self, kernel: Callable[..., Any], arguments: list[Any]) -> Callable[[], float]:
         def once() -> None:

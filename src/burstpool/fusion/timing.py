@@ -10,10 +10,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from burstpool.model.recording import release
+from burstpool.model.cuda_driver import Handle
+from burstpool.model.graph_nodes import ordered_nodes, put_in_a_row
+from burstpool.model.recording import abandon
 
 NO_MEMORY_S = sys.float_info.max
 _REPEATS = 5
@@ -37,21 +40,32 @@ def timed(function: Callable[[], None], device: torch.device) -> float:
 
 
 def timed_recorded(
-    function: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator] = ()
+    function: Callable[[], None],
+    device: torch.device,
+    generators: Sequence[torch.Generator] = (),
+    *,
+    in_a_row: bool = False,
 ) -> float:
-    """Seconds of a replay; infinite where the function cannot be recorded, NO_MEMORY_S where memory was missing."""
-    graph = torch.cuda.CUDAGraph()
+    """Seconds of a replay; infinite where the function cannot be recorded, NO_MEMORY_S where memory was missing.
+
+    `in_a_row`: with one kernel after the other, also where cuDNN would have some side by side.
+    """
+    graph, pool = torch.cuda.CUDAGraph(keep_graph=in_a_row), torch.cuda.graph_pool_handle()
     try:
         with torch.enable_grad(), torch.cuda.stream(_side(device)):
             function()
             function()
             for generator in generators:
                 graph.register_generator_state(generator)
-            with _capturing(graph):
+            with _capturing(graph, pool):
                 function()
+            if in_a_row:
+                raw = Handle(graph.raw_cuda_graph())
+                put_in_a_row(raw, ordered_nodes(raw))
+                graph.instantiate()
             return replay_time(graph, device)
     except RuntimeError as error:
-        release(generators)
+        abandon(pool, generators)
         missing = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__context__))
         return NO_MEMORY_S if missing else math.inf
 
@@ -63,10 +77,10 @@ def _side(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Records on the current stream; without the collection of garbage that torch.cuda.graph begins with."""
     torch.cuda.synchronize()
-    graph.capture_begin(capture_error_mode="thread_local")
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
     finally:

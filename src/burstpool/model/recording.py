@@ -1,7 +1,8 @@
 """Recording a CUDA graph, and what to mend where it cannot be recorded.
 
-`torch.cuda.graph` leaves two things behind when the recorded code does what a graph cannot hold: the stream of the
-recording stays the current one, and random generators refuse to draw, as they believe in a recording that goes on.
+`torch.cuda.graph` leaves three things behind when the recorded code does what a graph cannot hold: the stream of the
+recording stays the current one, and both random generators and the allocator believe in a recording that goes on. The
+ones refuse to draw then, the other to give memory back.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ def recording(
     """
     for generator in generators:
         graph.register_generator_state(generator)
+    pool = pool or torch.cuda.graph_pool_handle()  # a graph does not tell its own after it has failed
     before, first = torch.cuda.current_stream(), None
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -37,17 +39,22 @@ def recording(
     except BaseException as error:
         torch.cuda.set_stream(before)
         with contextlib.suppress(RuntimeError):  # where memory is missing for this, too, the first error says so
-            release(generators)
+            abandon(pool, generators)
         raise first or error from None
     finally:
         first = None  # it holds this frame, and all that the recorded code had made
 
 
-def release(generators: Sequence[torch.Generator]) -> None:
-    """Lets generators draw again after a recording failed: one that succeeds ends what they believe to go on."""
+def abandon(pool: Any, generators: Sequence[torch.Generator]) -> None:
+    """After a recording into a pool failed: the allocator takes back what was for it, and generators draw again."""
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # a version of torch that has ended it by itself
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    # A recording that succeeds ends what generators believe to go on.
+    empty = torch.cuda.CUDAGraph()
     for generator in generators:
-        graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        empty.register_generator_state(generator)
+    with torch.cuda.graph(empty, capture_error_mode="thread_local"):
         torch.zeros(1, device="cuda")

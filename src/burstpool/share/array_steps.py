@@ -199,7 +199,8 @@ class ArrayStep:
         setting = torch.autocast("cuda", dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
         self.array.recording = True  # operators are chosen by their times in a graph, in the eager steps too
         try:
-            with setting, in_turn():
+            # Pieces have no branches: then operators are chosen that need none.
+            with setting, in_turn() if math.isfinite(self._piece_s) else contextlib.nullcontext():
                 self._losses = self.array.losses(inputs, self.jobs[0].loss, target)
         finally:
             self.array.recording = False

@@ -136,6 +136,11 @@ class Filler(Evictable, Protocol):
         """How long the next piece takes alone."""
         ...
 
+    @property
+    def next_place(self) -> int:
+        """Which piece of its step that is."""
+        ...
+
     def launch(self, gate: torch.cuda.Event | None) -> Marker | None:
         """Starts the next piece, once the GPU has passed the gate; None if it has nothing to do now."""
         ...
@@ -181,6 +186,11 @@ class BackgroundWork:
     def next_s(self) -> float:
         """See `Filler`."""
         return self.work.steps.piece_times_s[self._next]
+
+    @property
+    def next_place(self) -> int:
+        """See `Filler`."""
+        return self._next
 
     def launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
         """See `Filler`."""

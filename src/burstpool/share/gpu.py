@@ -22,8 +22,8 @@ import collections
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from burstpool.share.at_work import (
 from burstpool.share.budget import Allowance, Budget, Controller, Credit, Gap, StepTaken
 from burstpool.share.evictions import Evictions
 from burstpool.share.moving import collector_at_rest
+from burstpool.share.prices import Prices
 from burstpool.share.waiting import waiter
 
 _IN_FLIGHT = 2
@@ -52,6 +53,8 @@ _IN_FLIGHT = 2
 _LEAST_PAUSE_S = 1e-4
 """What is shorter is the device's own way from one step to the next."""
 _KEPT_SPANS = 40
+_STEPS_TO_AVERAGE = 20
+"""Steps with background work until the controller knows what an average second of it costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,12 @@ class _Launched:
     """A background piece that was started and may not have ended."""
 
     end: Marker
+    which: Hashable
+    """The piece, the same in every step of the background."""
     length_s: float
     """By its time alone."""
+    price_s: float
+    """Average work that costs the foreground as much; in gaps the same."""
     in_gap: bool
     step: int
     """The foreground's step with which it was started."""
@@ -125,6 +132,7 @@ class SharedGpu:
         self._allowance: Allowance = self.controller.allowance
         self._overlapped, self._in_gap = Credit(), [Credit() for _ in gaps]
         self._launched: list[_Launched] = []
+        self._prices, self._steps_with_work = Prices(), 0
         self._wait = waiter() if gaps else None
         self.measured = Measured()
         self.spans: collections.deque[StepSpan] = collections.deque(maxlen=_KEPT_SPANS)
@@ -222,7 +230,7 @@ class SharedGpu:
 
     def _launch_background(self, step: int, gates: Sequence[torch.cuda.Event]) -> None:
         """Starts what this step allows, less what earlier ones started and the GPU has not got round to."""
-        behind_s = sum(piece.length_s for piece in self._launched if piece.step < step - 1)
+        behind_s = sum(piece.price_s for piece in self._launched if piece.step < step - 1)
         allowed = [(gates[0], self._overlapped, self._allowance.overlapped_s, False)]
         allowed += [(*rest, True) for rest in zip(gates[1:], self._in_gap, self._allowance.gaps_s, strict=True)]
         for gate, credit, allowed_s, in_gap in allowed:
@@ -236,28 +244,33 @@ class SharedGpu:
         if allowed_s <= 0 or not waiting:
             return
         # The longest, as the first in turn may have no samples, and what it leaves must add up to a piece of another.
-        credit.add(allowed_s, piece_s=max(background.next_s for background in waiting))
-        while length_s := self._launch_next(step, gate, in_gap=in_gap, credit=credit):
-            credit.spend(length_s)
+        credit.add(allowed_s, piece_s=max(self._price_s(background, in_gap=in_gap) for background in waiting))
+        while price_s := self._launch_next(step, gate, in_gap=in_gap, credit=credit):
+            credit.spend(price_s)
+
+    def _price_s(self, background: Filler, *, in_gap: bool) -> float:
+        """What its next piece takes of a step's allowance: beside the foreground's compute, what it costs there."""
+        length_s = background.next_s
+        return length_s if in_gap else self._prices.of(_which(background), length_s)
 
     def _launch_next(
         self, step: int, gate: torch.cuda.Event | None, *, in_gap: bool, credit: Credit | None = None
     ) -> float:
-        """Starts a piece of the first background job in turn that has one ready; returns its length, 0 if none has.
+        """Starts a piece of the first background job in turn that has one ready; returns its price, 0 if none has.
 
         Credit that is too small for one is saved for it: spent on others with shorter pieces, it would never suffice.
         """
         for background in self._in_turn():
-            length_s = background.next_s
-            if credit is not None and not credit.covers(length_s):
+            which, length_s, price_s = _which(background), background.next_s, self._price_s(background, in_gap=in_gap)
+            if credit is not None and not credit.covers(price_s):
                 return 0.0
             end = background.launch(gate)
             if end is None:
                 continue
             if isinstance(end, PieceSpan) and self.spans:
                 self.spans[-1].pieces.append(end)
-            self._launched.append(_Launched(end, length_s, in_gap, step))
-            return length_s
+            self._launched.append(_Launched(end, which, length_s, price_s, in_gap, step))
+            return price_s
         return 0.0
 
     def _in_turn(self) -> list[Filler]:
@@ -268,46 +281,65 @@ class SharedGpu:
     def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
         """Waits for a step's end and has the controller decide on the next one."""
         ends[-1].synchronize()
-        done_s = {False: 0.0, True: 0.0}
-        under_way = []
+        done: list[_Launched] = []
+        under_way: list[_Launched] = []
         for piece in self._launched:
-            if piece.end.query():  # asked once: it may end at any moment
-                done_s[piece.in_gap] += piece.length_s - piece.counted_s
-            else:
-                under_way.append(piece)
+            (done if piece.end.query() else under_way).append(piece)  # asked once: it may end at any moment
         self._launched = under_way
         if len(ends) > 1:
             time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
-            taken = StepTaken(time_s=time_s, overlapped_s=done_s[False], in_gaps_s=done_s[True])
             resumed = self._resumed.pop(step, None)
             paused_s = float(ends[-2].elapsed_time(resumed)) / 1e3 if resumed is not None else 0.0
-            self._observe(taken, step, paused_s=max(paused_s, 0.0))
+            self._observe(time_s, done, step, paused_s=max(paused_s, 0.0))
         self._read_foreground()
         for background in self.backgrounds:
             background.look_after()
 
-    def _observe(self, taken: StepTaken, step: int, *, paused_s: float) -> None:
+    def _observe(self, time_s: float, done: Sequence[_Launched], step: int, *, paused_s: float) -> None:
         """A step in which nothing ended may still have had a part of a long piece in it: then it was not alone.
 
         A pause is measured as a part of the step; the controller is told of it apart.
         """
+        parts = [(piece, piece.length_s - piece.counted_s) for piece in done]
         under_way = next((piece for piece in self._launched if piece.step <= step), None)
-        if under_way is not None and taken.overlapped_s + taken.in_gaps_s == 0:
-            part_s = min(under_way.length_s - under_way.counted_s, taken.time_s) / 2
+        if under_way is not None and sum(part_s for _, part_s in parts) == 0:
+            part_s = min(under_way.length_s - under_way.counted_s, time_s) / 2
             under_way.counted_s += part_s
-            taken = replace(taken, overlapped_s=part_s)
+            parts = [(under_way, part_s)]
         if paused_s > _LEAST_PAUSE_S:
             self.measured.paused_s[len(self.measured.step_s)] = paused_s
             self.controller.charge_pause(paused_s)
-        self._allowance = self.controller.observe(replace(taken, time_s=max(taken.time_s - paused_s, 1e-9)))
-        self.measured.step_s.append(taken.time_s)
-        self.measured.background_s.append(taken.overlapped_s + taken.in_gaps_s)
+        taken = StepTaken(
+            time_s=max(time_s - paused_s, 1e-9),
+            overlapped_s=sum(part_s * piece.price_s / piece.length_s for piece, part_s in parts if not piece.in_gap),
+            in_gaps_s=sum(part_s for piece, part_s in parts if piece.in_gap),
+        )
+        self._allowance = self.controller.observe(taken)
+        if all(not piece.counted_s for piece, _ in parts) and paused_s <= _LEAST_PAUSE_S:
+            self._learn_prices(taken, [piece.which for piece, _ in parts if not piece.in_gap])
+        self.measured.step_s.append(time_s)
+        self.measured.background_s.append(sum(part_s for _, part_s in parts))
+
+    def _learn_prices(self, taken: StepTaken, pieces: Sequence[Hashable]) -> None:
+        """Which of these pieces cost more than others, from a step that had them whole."""
+        base, cost = self.controller.base, self.controller.overlap_cost.value
+        self._steps_with_work += bool(pieces)
+        if not pieces or self._steps_with_work < _STEPS_TO_AVERAGE:
+            return
+        added_s = taken.time_s - base.median_s - self.controller.gap_cost.value * taken.in_gaps_s
+        added_s = min(max(added_s, -0.5 * base.median_s), base.median_s)  # one hiccup says little
+        self._prices.learn(pieces, added_s / cost, error_s=base.noise * base.median_s / cost)
 
     def _read_foreground(self, *, all_of_them: bool = False) -> None:
         before = len(self.foreground.losses)
         if not self.foreground.read(all_of_them=all_of_them) and not self._allow_nan:
             bad = next(i for i, x in enumerate(self.foreground.losses[before:], before) if not math.isfinite(x[0]))
             raise RunError(not_finite(self.foreground.losses[bad][0], bad))
+
+
+def _which(background: Filler) -> Hashable:
+    """Its next piece."""
+    return id(background), background.next_place
 
 
 @contextlib.contextmanager

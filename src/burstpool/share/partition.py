@@ -15,7 +15,7 @@ import functools
 import torch
 
 from burstpool.errors import CaptureError
-from burstpool.share.driver import Handle, call
+from burstpool.model.cuda_driver import Handle, call
 
 _MULTIPROCESSORS = 1
 """The kind of resource that is split."""

@@ -1,9 +1,13 @@
 """Cutting a captured CUDA graph into pieces that are launched one by one.
 
 Takes a torch.cuda.CUDAGraph that was captured with `keep_graph=True` and not replayed yet. The nodes are put in an
-order in which they could run one after the other, and cut into consecutive runs; each run becomes a graph of its own
-with the same kernels on the same memory. Launched in order on one stream, the pieces do what the whole would: what a
-node needs is in its own piece, joined by its edges, or in an earlier one.
+order in which they could run one after the other, made to run so, and cut into consecutive runs; each run becomes a
+graph of its own with the same kernels on the same memory. Launched in order on one stream, the pieces do what the whole
+would: what a node needs comes before it, in its own piece or in an earlier one.
+
+No piece has branches, also where the captured step has some, as cuDNN makes them for the groups of a convolution. The
+driver gives branches hardware queues, of which there are few; such a piece may stand in the foreground's queue, behind
+steps that are yet to run.
 
 The first piece is launched by torch, which also moves the random streams on as a replay of the whole would.
 """
@@ -11,7 +15,6 @@ The first piece is launched by torch, which also moves the random streams on as 
 import ctypes
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,17 +22,14 @@ from itertools import pairwise
 import torch
 
 from burstpool.errors import CaptureError
-from burstpool.share.driver import Handle, call
+from burstpool.model.cuda_driver import Handle, call
+from burstpool.model.graph_nodes import ordered_nodes, put_in_a_row
 
 Piece = Callable[[], object]
 """Launches it on the current stream."""
 
 _MOST_PROBES = 200
 """Pieces that are timed to see where to cut."""
-_MOST_NODES = 32
-"""Of a piece. An array's step of 1,600 short kernels, in pieces of 60 and more, came no further beside a foreground
-than a quarter of a step for each of the foreground's, however long those were; other jobs, with fewer in a piece, did.
-"""
 
 
 def cut_after(times_s: Sequence[float], target_s: float) -> list[int]:
@@ -52,34 +52,6 @@ def looked_into(bounds: Sequence[int], times_s: Sequence[float], longest_s: floa
     for (start, stop), time_s in zip(pairwise(bounds), times_s, strict=True):
         found += range(start + 1, stop + 1) if time_s > longest_s else [stop]
     return found
-
-
-def no_larger(ends: Sequence[int], num_nodes: int, most: int) -> list[int]:
-    """More ends, so that no piece has more than so many nodes; large ones are divided evenly. Pure."""
-    found: list[int] = []
-    for start, stop in pairwise([0, *ends, num_nodes]):
-        parts = max(-(-(stop - start) // most), 1)
-        found += [start + (stop - start) * part // parts for part in range(1, parts + 1)]
-    return found[:-1]
-
-
-def sorted_nodes(nodes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """An order in which every node comes after those it needs, otherwise as they were captured. Pure."""
-    missing = dict.fromkeys(nodes, 0)
-    takers = defaultdict(list)
-    for before, after in edges:
-        takers[before].append(after)
-        missing[after] += 1
-    ready = [node for node in reversed(nodes) if not missing[node]]
-    order = []
-    while ready:
-        node = ready.pop()
-        order.append(node)
-        for taker in reversed(takers[node]):
-            missing[taker] -= 1
-            if not missing[taker]:
-                ready.append(taker)
-    return order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +83,11 @@ class CutGraph:
         self._executables: list[Handle] = []
         raw = Handle(graph.raw_cuda_graph())
         self.pieces: list[Piece] = []
-        nodes = _ordered(raw) if math.isfinite(target_s) else []
+        nodes = ordered_nodes(raw) if math.isfinite(target_s) else []
+        self.whole: list[Piece] = self._made(raw, nodes, [0, len(nodes)]) if nodes and cuts is None else []
+        """The graph as it was captured, to be timed; it moves no random stream. Empty where it is not to be cut."""
+        if nodes:
+            put_in_a_row(raw, nodes)
         ends: list[int] = []
         if cuts is not None:
             if len(nodes) != cuts.num_nodes:
@@ -123,11 +99,8 @@ class CutGraph:
             if (finer := looked_into(bounds, times_s, target_s / 2)) != bounds:
                 bounds, times_s = finer, self._timed(raw, nodes, finer, timed)
             ends = [bounds[place + 1] for place in cut_after(times_s, target_s)]
-            ends = no_larger(ends, len(nodes), _MOST_NODES)
         self.cuts = Cuts(num_nodes=len(nodes), ends=tuple(ends))
         """Where it was cut."""
-        self.whole: list[Piece] = self._made(raw, nodes, [0, len(nodes)]) if ends and cuts is None else []
-        """The graph in one piece, to be timed; it moves no random stream. Empty where it is not cut, or was before."""
         rest = self._made(raw, nodes, [*ends, len(nodes)]) if ends else []
         for node in nodes[ends[0] :] if ends else ():
             call("cuGraphDestroyNode", node)
@@ -151,8 +124,9 @@ class CutGraph:
         timed: Callable[[Sequence[Piece]], list[float]],
     ) -> list[float]:
         """Seconds of the stretches between neighbouring bounds."""
+        kept = len(self._executables)
         times_s = timed(self._made(graph, nodes, bounds))
-        self._free()
+        self._free(kept)
         return times_s
 
     def _made(self, graph: Handle, nodes: Sequence[Handle], bounds: Sequence[int]) -> list[Piece]:
@@ -172,24 +146,10 @@ class CutGraph:
             call("cuGraphDestroy", own)
         return pieces
 
-    def _free(self) -> None:
-        for executable in self._executables:
-            call("cuGraphExecDestroy", executable)
-        self._executables = []
-
-
-def _ordered(graph: Handle) -> list[Handle]:
-    """All nodes, in an order in which they could run."""
-    count = ctypes.c_size_t()
-    call("cuGraphGetNodes", graph, None, ctypes.byref(count))
-    nodes = (Handle * count.value)()
-    call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
-    # The second form of the call: some edges say that a kernel may begin before the one it needs has ended.
-    call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
-    before, after, how = (Handle * count.value)(), (Handle * count.value)(), (ctypes.c_uint64 * count.value)()
-    call("cuGraphGetEdges_v2", graph, before, after, how, ctypes.byref(count))
-    order = sorted_nodes([n or 0 for n in nodes], [(a or 0, b or 0) for a, b in zip(before, after, strict=True)])
-    return [Handle(node) for node in order]
+    def _free(self, kept: int = 0) -> None:
+        """All but the first so many."""
+        while len(self._executables) > kept:
+            call("cuGraphExecDestroy", self._executables.pop())
 
 
 def _copied(graph: Handle, nodes: Sequence[Handle], start: int, stop: int) -> tuple[Handle, list[Handle]]:

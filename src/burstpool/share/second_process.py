@@ -97,6 +97,11 @@ class SecondProcess:
         """See `Filler`."""
         return self.alone_s
 
+    @property
+    def next_place(self) -> int:
+        """See `Filler`: a whole step is one piece."""
+        return 0
+
     def launch(self, gate: torch.cuda.Event | None) -> Posted | None:
         """See `Filler`; a step begins at once, whatever the gate: its process does not know the other's events."""
         if self.ended or self.where != "here" or self._given > self.finished:  # one at a time

@@ -1,8 +1,8 @@
 """Members' work side by side on a GPU: several CUDA streams that start after and end before the current one.
 
 Autograd runs each operator's backward on the stream of its forward, so the backward pass is side by side too. Inside
-of a recorded step the streams become branches of the graph. `in_turn` is for a step that will be cut into pieces which
-run one after the other: branches would end up in different ones.
+of a recorded step the streams become branches of the graph. `in_turn` is for a step that will be cut into pieces, which
+have no branches: nothing is side by side in it, and operators are chosen by their times with one kernel after another.
 """
 
 import contextlib
