@@ -422,10 +422,10 @@ def test_where_memory_for_parts_is_missing_a_background_stays_on_the_whole_gpu(c
     hog = torch.empty(free - (8 << 20), dtype=torch.uint8, device="cuda")
     confined_stream.cache_clear()  # new streams, for each of which cuBLAS wants 32 MiB
     tried = Widths(foreground.steps, background.work.steps)
+    del hog
     say({share: (found.slowdown, found.kept) for share, found in tried.tried.items()})
     assert set(tried.tried) == {1.0}
     assert tried.take(slowdown=1.1) == 1.0
-    del hog
     SharedGpu(foreground, (background,), Budget(slowdown=1.5)).run(STEPS)
     foreground.feeder.close()
     background.work.feeder.close()

@@ -27,6 +27,8 @@ FEED_TIMEOUT_S = 120.0
 """How long samples of a foreground are waited for."""
 NAP_S = 20e-6
 """Between two looks for them."""
+_LOSSES = 256
+"""Places for losses on their way to the host: a background may be many short steps ahead of what was read."""
 
 
 class Steps(Protocol):
@@ -70,6 +72,8 @@ class JobAtWork:
         self.capture_s = 0.0
         """How long the capture took."""
         self._late: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
+        self._hosts: list[torch.Tensor] = []
+        """Places in pinned memory that losses can be copied to."""
 
     def start(self, *, most_steps: int | None = None) -> None:
         """The eager steps, `most_steps` at most, then the capture."""
@@ -93,8 +97,11 @@ class JobAtWork:
 
     def read_later(self, loss: torch.Tensor) -> None:
         """Has a loss copied to the host without waiting for it."""
+        if not self._hosts or (self._hosts[-1].shape, self._hosts[-1].dtype) != (loss.shape, loss.dtype):
+            # As a rule only once: taking pinned memory may wait for all that the GPU was given.
+            self._hosts = [*torch.empty((_LOSSES, *loss.shape), dtype=loss.dtype, pin_memory=True)]
         with torch.cuda.stream(self.steps.stream):
-            host = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            host = self._hosts.pop()
             host.copy_(loss, non_blocking=True)
             self._late.append((host, recorded(self.steps.stream)))
 
@@ -112,6 +119,7 @@ class JobAtWork:
                 break
             self._late.popleft()
             self.losses.append([float(x) for x in host.reshape(-1)])
+            self._hosts.append(host)
             finite = finite and any(map(math.isfinite, self.losses[-1]))
         return finite
 
