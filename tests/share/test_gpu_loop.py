@@ -9,10 +9,10 @@ import pytest
 from fake_cuda import Clock, FakeFeeder, FakeSteps, fake_cuda
 
 from burstpool.errors import RunError, ShareError
-from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
-from burstpool.share.budget import Budget
+from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork, recorded
+from burstpool.share.budget import Budget, Credit
 from burstpool.share.evictions import Evictions, Memory, Stay
-from burstpool.share.gpu import Idle, SharedGpu
+from burstpool.share.gpu import Idle, SharedGpu, _Allowed
 
 STEP_S = 0.01
 BUDGET = Budget(slowdown=1.10)
@@ -54,6 +54,40 @@ def test_the_foreground_takes_all_its_steps_in_order_and_the_background_some(clo
     assert not beside.ended
     assert gpu.measured.background_s[:5] == [0.0] * 5  # the base is measured alone
     assert counted_s(gpu) <= beside.done_s
+
+
+def test_a_gap_of_more_pieces_than_a_queue_holds_is_filled(clock: Clock) -> None:
+    gap_s = 10 * STEP_S
+    foreground, beside = job(clock, STEP_S / 2, STEP_S / 2), background(clock, *[2e-4] * 20)
+    gpu = SharedGpu(foreground, [beside], BUDGET, program=[0, Idle(length_s=gap_s), 1])
+    gpu.run(120)
+    assert gpu.measured.step_s == pytest.approx([STEP_S + gap_s] * 119)
+    assert counted_s(gpu) > 0.85 * 100 * gap_s
+
+
+def test_pieces_that_take_longer_than_known_pile_up_no_further_than_a_queue(clock: Clock) -> None:
+    foreground, beside = job(clock, STEP_S), background(clock, *[2e-4] * 20)
+    beside.work.steps.pieces = [lambda: clock.work(4e-4)] * 20
+    late: list[int] = []
+
+    def watch(gpu: SharedGpu) -> None:
+        late.append(sum(not piece.end.query() for piece in gpu._launched))
+
+    SharedGpu(foreground, [beside], BUDGET, program=[0, Idle(length_s=20 * STEP_S)], watch=watch).run(60)
+    assert 100 < max(late) <= 128
+
+
+def test_work_that_a_step_had_no_time_for_is_not_started_later(clock: Clock) -> None:
+    beside = background(clock, 1e-4)
+    gpu = SharedGpu(job(clock, STEP_S), [beside], BUDGET)
+    gpu.run(40)
+    gate = recorded(gpu.foreground.steps.stream)
+    gpu._to_start.append(_Allowed(40, gate, Credit(1.0), Credit(), False))
+    gpu._start_more()
+    assert len(gpu._queued) == 128
+    assert len(gpu._to_start) == 1
+    gpu._settle(40, [gate, gate])
+    assert not gpu._to_start
 
 
 def test_a_background_whose_own_code_raises_ends_alone(clock: Clock) -> None:

@@ -46,6 +46,8 @@ _RARELY = 0.025
 """Share of the steps that may pass the tail limit; below the 5% that a p95 allows."""
 _TAIL_STEP = 0.3
 """How far one step over the limit takes the work back."""
+_LEAST_BUSY = 0.05
+"""Share of a step in which the foreground computes, at least: a schedule's gaps may be longer than those of its run."""
 _SPACING = (23, 29, 19, 31)
 """Steps between alone steps: primes, so that no period of the foreground hides from them."""
 _SURPRISES = 4
@@ -142,8 +144,13 @@ class Allowance:
 class Credit:
     """Seconds that were allowed and not yet used: what is less than a piece is kept for the next step."""
 
-    def __init__(self) -> None:
-        self.left_s = 0.0
+    def __init__(self, left_s: float = 0.0) -> None:
+        self.left_s = left_s
+
+    def take(self) -> float:
+        """All of it, for another to spend."""
+        left_s, self.left_s = self.left_s, 0.0
+        return left_s
 
     def add(self, allowed_s: float, *, piece_s: float) -> None:
         """A step's allowance; no more than a piece's length is saved from earlier ones, lest work comes in bursts."""
@@ -330,7 +337,9 @@ class Controller:
         waiting_s = math.inf if gap_cost <= _LEAST_COST else extra_s / gap_cost
         gaps_s = self._share_among_gaps(waiting_s)
         left_s = max(extra_s - gap_cost * sum(gaps_s), 0.0)
-        overlapped_s = min(left_s / self.overlap_cost.value, _GROWTH * self._tried_work * alone_s, aim * alone_s)
+        # No more than fits beside what the foreground computes: the rest would be late for everything that follows.
+        busy_s = max(alone_s - sum(gap.length_s for gap in self.gaps), _LEAST_BUSY * alone_s)
+        overlapped_s = min(left_s / self.overlap_cost.value, _GROWTH * self._tried_work * alone_s, aim * busy_s)
         return Allowance(
             alone=False,
             overlapped_s=0.0 if self._gaps_only_left else overlapped_s,

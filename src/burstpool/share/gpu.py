@@ -5,7 +5,8 @@ Everything is launched by one thread of one process, in this order for each step
     1. the foreground's samples and its CUDA graphs, on a stream of high priority
     2. as many short pieces of background work as the controller allows, on a stream of low priority, where they wait
        for an event that the foreground's stream passes when the step, or a gap in it, begins
-    3. wait for the end of the *previous* step, and tell the controller how long it took
+    3. wait for the end of the *previous* step, and tell the controller how long it took; pieces for long gaps, which
+       are more than a queue holds, are started meanwhile
 
 The GPU always has a step queued, so nothing of 2 and 3 stands between two steps, and the device itself, not a thread,
 starts background work at the right moment. No lock is shared with anybody: samples of all jobs are loaded by processes
@@ -53,6 +54,9 @@ _IN_FLIGHT = 2
 _LEAST_PAUSE_S = 1e-4
 """What is shorter is the device's own way from one step to the next."""
 _KEPT_SPANS = 40
+_MOST_QUEUED = 128
+"""Pieces that were started and have not ended. A queue holds some 1,000 entries, of which a piece takes four; a thread
+that finds it full waits, and the foreground's next step with it."""
 _STEPS_TO_AVERAGE = 20
 """Steps with background work until the controller knows what an average second of it costs."""
 
@@ -89,6 +93,18 @@ class _Launched:
     """The foreground's step with which it was started."""
     counted_s: float = 0.0
     """What of it was counted in steps that it did not end in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    """Background work that may be started for a step, of which some may have been."""
+
+    step: int
+    gate: torch.cuda.Event
+    credit: Credit
+    saved: Credit
+    """Where what is left of it goes."""
+    in_gap: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,6 +148,8 @@ class SharedGpu:
         self._allowance: Allowance = self.controller.allowance
         self._overlapped, self._in_gap = Credit(), [Credit() for _ in gaps]
         self._launched: list[_Launched] = []
+        self._queued: collections.deque[Marker] = collections.deque()
+        self._to_start: collections.deque[_Allowed] = collections.deque()
         self._prices, self._steps_with_work = Prices(), 0
         self._wait = waiter() if gaps else None
         self.measured = Measured()
@@ -238,15 +256,34 @@ class SharedGpu:
             behind_s -= less_s
             self._fill(step, gate, credit, allowed_s - less_s, in_gap=in_gap)
 
-    def _fill(self, step: int, gate: torch.cuda.Event, credit: Credit, allowed_s: float, *, in_gap: bool) -> None:
-        """Starts pieces that wait for the gate, as many as are allowed."""
+    def _fill(self, step: int, gate: torch.cuda.Event, saved: Credit, allowed_s: float, *, in_gap: bool) -> None:
+        """Has pieces started that wait for the gate, as many as are allowed."""
         waiting = self._in_turn()
         if allowed_s <= 0 or not waiting:
             return
         # The longest, as the first in turn may have no samples, and what it leaves must add up to a piece of another.
-        credit.add(allowed_s, piece_s=max(self._price_s(background, in_gap=in_gap) for background in waiting))
-        while price_s := self._launch_next(step, gate, in_gap=in_gap, credit=credit):
-            credit.spend(price_s)
+        saved.add(allowed_s, piece_s=max(self._price_s(background, in_gap=in_gap) for background in waiting))
+        self._to_start.append(_Allowed(step, gate, Credit(saved.take()), saved, in_gap))
+        self._start_more()
+
+    def _start_more(self) -> None:
+        """Starts what may be started, in order, as far as the queue holds it."""
+        while self._to_start:
+            allowed = self._to_start[0]
+            while not (full := self._is_full()):
+                price_s = self._launch_next(allowed.step, allowed.gate, in_gap=allowed.in_gap, credit=allowed.credit)
+                if not price_s:
+                    break
+                allowed.credit.spend(price_s)
+            if full:
+                return
+            self._to_start.popleft()
+            allowed.saved.left_s += allowed.credit.take()
+
+    def _is_full(self) -> bool:
+        while self._queued and self._queued[0].query():
+            self._queued.popleft()
+        return len(self._queued) >= _MOST_QUEUED
 
     def _price_s(self, background: Filler, *, in_gap: bool) -> float:
         """What its next piece takes of a step's allowance: beside the foreground's compute, what it costs there."""
@@ -270,6 +307,7 @@ class SharedGpu:
             if isinstance(end, PieceSpan) and self.spans:
                 self.spans[-1].pieces.append(end)
             self._launched.append(_Launched(end, which, length_s, price_s, in_gap, step))
+            self._queued.append(end)
             return price_s
         return 0.0
 
@@ -280,7 +318,12 @@ class SharedGpu:
 
     def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
         """Waits for a step's end and has the controller decide on the next one."""
+        while self._to_start and not ends[-1].query():  # type: ignore[no-untyped-call]
+            self._start_more()
+            time.sleep(NAP_S)
         ends[-1].synchronize()
+        while self._to_start and self._to_start[0].step <= step:
+            self._to_start.popleft()  # too late for it
         done: list[_Launched] = []
         under_way: list[_Launched] = []
         for piece in self._launched:
