@@ -46,3 +46,19 @@ def test_choices_for_members_in_turn_are_of_their_own() -> None:
         array(torch.zeros(2, 3, 8, 8))
     array(torch.zeros(2, 3, 8, 8))
     assert len(Choices(CPU).times_s) == 2 * before
+
+
+def test_where_memory_does_not_hold_what_measuring_needs_the_rules_own_choices_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(value: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    models, x = [torch.nn.Conv2d(3, 4, 3) for _ in range(3)], torch.randn(2, 3, 8, 8)
+    monkeypatch.setattr("burstpool.fusion.lowering._copied", full)
+    array = fuse(models, x, mode="fastest")
+    torch.testing.assert_close(array(x), torch.stack([model(x) for model in models]))
+    [plan] = [plan for plan in array.mode.plans() if plan.choice]
+    assert plan.choice == "rules"
+    assert {step.chosen for step in plan.steps} == {""}
+    assert not Choices(CPU).times_s

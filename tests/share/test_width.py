@@ -94,7 +94,7 @@ def test_a_part_that_cannot_be_tried_is_left_out_and_the_background_stays_where_
     refused: dict[float, Exception] = {0.75: torch.OutOfMemoryError("full"), 0.3: CaptureError("no such part")}
     steps: Any = Moved(refused)
     widths = Widths(steps, steps)
-    assert set(widths.tried) == {1.0, 0.5}
+    assert set(widths.tried) == {1.0, *PARTS} - set(refused)
     assert (widths.take(slowdown=1.1), steps.stream, len(steps.pieces)) == (0.5, 0.5, 1)
     steps = Moved({part: torch.OutOfMemoryError("full") for part in PARTS})
     whole = steps.stream

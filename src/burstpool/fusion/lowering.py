@@ -7,6 +7,7 @@ BURSTPOOL_CACHE. Choosing operator by operator does not see how one's layout sui
 misleads it: so the whole is compared with the rules' own choices, and the faster of the two is taken.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -128,7 +129,11 @@ def choose_lowerings(
         if array.device.type == "cuda":
             plan.merge()
         choices = Choices(array.device, array.choices_file)
-        _Tuner(array, mode, plan, choices).tune(batched, values, serial=serial)
+        tuner = _Tuner(array, mode, plan, choices)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            tuner.tune(batched, values, serial=serial)
+        if plan.choice is None:
+            tuner.give_up()
         choices.save()
     return plan
 
@@ -151,6 +156,12 @@ class _Tuner:
         best = self._whole(copies, inputs, batched, steps, serial=serial)
         self._use(steps, [""] * len(steps) if best == _RULES else chosen)
         self.plan.choice = best
+
+    def give_up(self) -> None:
+        """Takes the rules' own choices, where memory does not hold the copies that measuring needs."""
+        steps = [step for step in self.plan.steps if step.lowered.others]
+        self._use(steps, [""] * len(steps))
+        self.plan.choice = _RULES
 
     def _use(self, steps: Sequence[Step], names: Sequence[str]) -> None:
         for step, name in zip(steps, names, strict=True):

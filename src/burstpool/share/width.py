@@ -26,7 +26,7 @@ from burstpool.share.partition import confined_stream
 from burstpool.share.pieces import Piece
 
 _LOG = logging.getLogger(__name__)
-PARTS = (0.75, 0.5, 0.3)
+PARTS = (0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Shares of the multiprocessors that are tried."""
 _TRY_S = 0.15
 _LEAST_STEPS, _MOST_STEPS = 6, 100
