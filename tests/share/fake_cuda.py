@@ -158,6 +158,8 @@ class FakeSteps:
 
     def capture(self) -> None: ...
 
+    def capture_as_cut(self) -> None: ...
+
     def leave(self) -> None:
         self._clock.sleep(self.moving_s)
         self.moves.append(f"leaves after step {self.step}")

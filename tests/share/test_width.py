@@ -69,14 +69,19 @@ class Moved:
     def __init__(self, refused: dict[float, Exception]) -> None:
         self.stream: Any = Whole()
         self.refused, self.pieces = refused, [lambda: None]
+        self.is_cut_anew, self.captures = True, 0
 
     def let_go(self) -> None:
         self.pieces = []
 
-    def capture(self) -> None:
+    def capture(self, *, anew: bool = True) -> None:
         if self.stream in self.refused:
             raise self.refused[self.stream]
-        self.pieces = [lambda: None]
+        self.pieces, self.is_cut_anew = [lambda: None], anew
+        self.captures += 1
+
+    def capture_as_cut(self) -> None:
+        self.capture(anew=False)
 
 
 class Whole:
@@ -95,7 +100,12 @@ def test_a_part_that_cannot_be_tried_is_left_out_and_the_background_stays_where_
     steps: Any = Moved(refused)
     widths = Widths(steps, steps)
     assert set(widths.tried) == {1.0, *PARTS} - set(refused)
+    assert not steps.is_cut_anew
     assert (widths.take(slowdown=1.1), steps.stream, len(steps.pieces)) == (0.5, 0.5, 1)
+    assert steps.is_cut_anew, "pieces are of the wanted length where they run"
+    before = steps.captures
+    assert widths.take(slowdown=1.1) == 0.5
+    assert steps.captures == before, "it is there already"
     steps = Moved({part: torch.OutOfMemoryError("full") for part in PARTS})
     whole = steps.stream
     assert Widths(steps, steps).take(slowdown=1.1) == 1.0

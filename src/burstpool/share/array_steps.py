@@ -65,7 +65,7 @@ class ArrayStep:
         self._away = Away()
         self._cut: CutGraph | None = None
         self._cuts: Cuts | None = None
-        """Where the graph was cut; known when it has left once."""
+        """Where the graph was cut; known when it was let go once."""
         self.pieces: list[Piece] = []
         self.piece_times_s: list[float] = []
         self.alone_s = math.nan
@@ -109,7 +109,6 @@ class ArrayStep:
 
     def leave(self) -> None:
         """Between two steps: everything goes to the host's memory, and the graphs are let go."""
-        self._cuts = self._cut.cuts if self._cut is not None else self._cuts
         self.let_go()
         self._away.take(self._all_tensors())
         give_back()
@@ -117,23 +116,28 @@ class ArrayStep:
     def let_go(self) -> None:
         """Of the graphs, and of all that lies in their memory."""
         torch.cuda.synchronize()
+        self._cuts = self._cut.cuts if self._cut is not None else self._cuts
         self._cut, self.pieces = None, []
         self._losses = self._losses.detach().cpu()
         self._optimizer.zero_grad()
 
     def come_back(self) -> None:
         """Undoes `leave`; trains nothing. Where it raises, everything is in the host's memory as before."""
+        with or_else(self.leave), torch.cuda.stream(self.stream):
+            self._away.bring_back(self.stream.device)
+            self.capture_as_cut()
+        self._away.forget()
+
+    def capture_as_cut(self) -> None:
+        """Captures again: the pieces and their times are those of before, unless the step has come out otherwise."""
         random = self.array.streams.states()
         try:
-            with or_else(self.leave), torch.cuda.stream(self.stream):
-                self._away.bring_back(self.stream.device)
+            with torch.cuda.stream(self.stream):
                 self._capture_again()
-            self._away.forget()
         finally:
             self.array.streams.restore(random)
 
     def _capture_again(self) -> None:
-        """The pieces and their times are those of the first time, unless the capture has come out otherwise."""
         try:
             self._cut_graph(self._cuts)
             if len(self.pieces) == len(self.piece_times_s):

@@ -44,6 +44,7 @@ class Steps(Protocol):
     def warm_up_steps(self) -> int: ...
     def warm_up(self, batches: Sequence[Sequence[Batch]]) -> torch.Tensor: ...
     def capture(self) -> None: ...
+    def capture_as_cut(self) -> None: ...
     def let_go(self) -> None: ...
     def rehearsed(self) -> AbstractContextManager[Callable[[], None]]: ...
     def state(self) -> list[torch.Tensor]: ...
@@ -54,12 +55,18 @@ class Steps(Protocol):
     def undo(self) -> bool: ...
 
 
-def move(steps: Steps, stream: torch.cuda.Stream) -> None:
-    """Captures a step again for another stream of the same GPU; trains nothing."""
+def move(steps: Steps, stream: torch.cuda.Stream, *, as_cut: bool = False) -> None:
+    """Captures a step again for another stream of the same GPU; trains nothing.
+
+    `as_cut`: in the pieces it had, with the times they had, instead of measuring where to cut it there.
+    """
     steps.let_go()
     give_back()  # a capture cannot have memory that another graph is only waiting to hand back
     steps.stream = stream
-    steps.capture()
+    if as_cut:
+        steps.capture_as_cut()
+    else:
+        steps.capture()
 
 
 class JobAtWork:

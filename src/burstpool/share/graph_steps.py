@@ -160,11 +160,15 @@ class GraphStep:
         """Undoes `leave`; trains nothing. Where it raises, everything is in the host's memory as before."""
         with or_else(self.leave), torch.cuda.stream(self.stream):
             self._away.bring_back(self.stream.device)
-            self._capture_again()
+            self.capture_as_cut()
         self._away.forget()
 
+    def capture_as_cut(self) -> None:
+        """Captures again: the pieces and their times are those of before, unless the step has come out otherwise."""
+        with torch.cuda.stream(self.stream):
+            self._capture_again()
+
     def _capture_again(self) -> None:
-        """The pieces and their times are those of the first time, unless the capture has come out otherwise."""
         try:
             self._cut_graphs(self._cuts)
             if len(self.pieces) == len(self.piece_times_s):

@@ -70,8 +70,8 @@ class Widths:
     """A background beside a foreground, on the whole GPU and on parts of it."""
 
     def __init__(self, foreground: Steps, background: Steps) -> None:
-        """Tries them; the background is captured on one of them afterwards, whichever was the last."""
-        self._background = background
+        """Tries them; the background is captured on one of them afterwards, whichever was the last, as it was cut."""
+        self._background, self._roughly = background, False
         whole = background.stream
         self._streams = {1.0: whole}
         self.tried = {1.0: together(foreground, background, seconds=_TRY_S)}
@@ -80,7 +80,8 @@ class Widths:
         for share in PARTS:
             try:
                 stream = confined_stream(whole.device.index, share, whole.priority)
-                move(background, stream)
+                self._roughly = True
+                move(background, stream, as_cut=True)
                 if _fingerprint(background) != wanted:
                     raise CaptureError("a step's numbers differ there")
                 self.tried[share] = together(foreground, background, seconds=_TRY_S)
@@ -92,8 +93,9 @@ class Widths:
     def take(self, *, slowdown: float) -> float:
         """Has the background captured where it keeps most within a budget; returns that share."""
         best = best_width({share: tried.kept_within(slowdown) for share, tried in self.tried.items()})
-        if self._background.stream != self._streams[best] or not self._background.pieces:
+        if self._roughly or self._background.stream != self._streams[best] or not self._background.pieces:
             move(self._background, self._streams[best])
+            self._roughly = False
         return best
 
 
