@@ -34,6 +34,9 @@ EFFICIENCY = 0.5
 """Share of the peak rate that a convolution or matrix product reaches, and of the bandwidth that the rest does."""
 LAUNCH_S = 3e-6
 """No kernel is shorter."""
+UPDATE_PASSES = 5
+"""How often an update in one kernel goes over the parameters' bytes: reads weights, gradients and momentum, writes
+weights and momentum."""
 ARRAY_MEMBERS = 16
 ARRAY_SETTINGS = {"image_size": 32, "num_classes": 10}
 """As in cuda.py: what `array:16` is made of."""
@@ -152,7 +155,7 @@ def mix(which: str, profiles: Path) -> dict[str, float]:
         batch *= members
     layers_s = sum(row.forward_s + row.backward_s for row in profile.rows(batch))
     parameters_bytes = members * profile.parameter_bytes
-    update_s = 5 * parameters_bytes / (EFFICIENCY * device_type(DEVICE).memory_bytes_per_s)  # reads 3, writes 2
+    update_s = UPDATE_PASSES * parameters_bytes / (EFFICIENCY * device_type(DEVICE).memory_bytes_per_s)
     found = {kind: part * layers_s / (layers_s + update_s) for kind, part in mix_of(profile, batch).items()}
     return found | {"optimizer": update_s / (layers_s + update_s)}
 
