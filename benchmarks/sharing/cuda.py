@@ -313,6 +313,7 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
     kept = work_s / sum(times) * background.work.steps.alone_s / sum(background.work.steps.piece_times_s)
     return {
         **compared(times, alone_s, kept),
+        "own_s": background.work.steps.alone_s,
         "steps": len(times),
         "took_s": took_s,
         "background_steps": background.steps_done,
