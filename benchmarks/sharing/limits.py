@@ -94,8 +94,8 @@ def held_back(row: Mapping[str, Any], budget: float) -> float:
 def own_step_s(rows: Rows, background: str) -> float:
     """A background's step with the GPU to itself; older rows do not say it, but those of ours without gaps imply it.
 
-    There, `kept` is steps a second times that time. Steps are counted over the whole run, in which the foreground's first
-    ones are alone; the last one that has begun is ended, half a step more than was kept, on average.
+    There, `kept` is steps a second times that time. Steps are counted over the whole run, in which the foreground's
+    first ones are alone; the last one that has begun is ended, half a step more than was kept, on average.
     """
     ours = [row for row in rows if row["background"] == background and _budget(row) is not None]
     if said := [row["own_s"] for row in ours if "own_s" in row]:

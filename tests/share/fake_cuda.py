@@ -4,9 +4,7 @@ A stream is the moment at which all that was queued on it has ended; work queued
 slow each other down. The host's time passes only where it waits or sleeps, so that runs are the same every time.
 """
 
-import collections
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +18,6 @@ from burstpool.share import at_work, gpu
 class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.holds = math.inf
-        """Pieces of work that a stream's queue holds; whoever queues one more waits for the first to end."""
         self.streams: list[Stream] = []
         self.current = Stream(self)
 
@@ -36,18 +32,12 @@ class Clock:
 
     def work(self, length_s: float) -> None:
         """Queues work on the current stream."""
-        queue = self.current.queue
-        while len(queue) >= self.holds:
-            self.wait_until(queue.popleft())
         self.current.ends_s = max(self.current.ends_s, self.now_s) + length_s
-        queue.append(self.current.ends_s)
 
 
 class Stream:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.ends_s = clock, 0.0
-        self.queue: collections.deque[float] = collections.deque()
-        """When each piece of work ends."""
         clock.streams.append(self)
 
     def wait_event(self, event: "Event") -> None:

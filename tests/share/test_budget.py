@@ -128,16 +128,6 @@ def test_gaps_are_filled_first_and_beside_compute_what_is_left() -> None:
     assert with_gaps.mean_work(200) > without.mean_work(200) + 0.35
 
 
-def test_beside_compute_no_more_is_allowed_than_fits_there() -> None:
-    """However little it seems to cost: what runs on into a gap takes the place of what the gap was allowed."""
-    controller = Controller(Budget(slowdown=1.10), gaps=[Gap(length_s=0.09)])
-    for _ in range(300):
-        allowance = controller.allowance
-        controller.observe(StepTaken(time_s=0.1, overlapped_s=allowance.overlapped_s, in_gaps_s=sum(allowance.gaps_s)))
-        assert allowance.overlapped_s <= 0.01 * 1.10 + 1e-9
-    assert allowance.overlapped_s > 0
-
-
 def test_a_gap_shorter_than_the_schedule_says_costs_background_not_foreground() -> None:
     found = Simulated(gap_s=0.001).run(Controller(Budget(), gaps=[Gap(length_s=0.004)]), STEPS)
     assert holds(found, 1.10)

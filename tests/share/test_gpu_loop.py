@@ -9,10 +9,10 @@ import pytest
 from fake_cuda import Clock, FakeFeeder, FakeSteps, fake_cuda
 
 from burstpool.errors import RunError, ShareError
-from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork, recorded
-from burstpool.share.budget import Budget, Credit
+from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
+from burstpool.share.budget import Budget
 from burstpool.share.evictions import Evictions, Memory, Stay
-from burstpool.share.gpu import Idle, SharedGpu, _Allowed
+from burstpool.share.gpu import Idle, SharedGpu
 
 STEP_S = 0.01
 BUDGET = Budget(slowdown=1.10)
@@ -77,17 +77,43 @@ def test_pieces_that_take_longer_than_known_pile_up_no_further_than_a_queue(cloc
     assert 100 < max(late) <= 128
 
 
-def test_work_that_a_step_had_no_time_for_is_not_started_later(clock: Clock) -> None:
-    beside = background(clock, 1e-4)
-    gpu = SharedGpu(job(clock, STEP_S), [beside], BUDGET)
-    gpu.run(40)
-    gate = recorded(gpu.foreground.steps.stream)
-    gpu._to_start.append(_Allowed(40, gate, Credit(1.0), Credit(), False))
-    gpu._start_more()
-    assert len(gpu._queued) == 128
-    assert len(gpu._to_start) == 1
-    gpu._settle(40, [gate, gate])
-    assert not gpu._to_start
+@pytest.mark.parametrize("every_s", [0.0, 0.122])
+def test_work_for_a_gap_runs_in_that_gap(clock: Clock, every_s: float) -> None:
+    """However late the next samples come."""
+    gap_s, fed = 10 * STEP_S, FakeFeeder(clock, every_s=every_s)
+    foreground, beside = job(clock, STEP_S / 2, STEP_S / 2, feeder=fed), background(clock, *[2e-4] * 20)
+    gpu = SharedGpu(foreground, [beside], BUDGET, program=[0, Idle(length_s=gap_s), 1])
+    started: list[tuple[int, float]] = []
+    launch = gpu._launch_next
+
+    def watched(step: int, allowed: Any) -> bool:
+        found = launch(step, allowed)
+        if found and allowed and allowed.in_gap:
+            started.append((step, steps_of(beside.work).began_s[-1]))
+        return found
+
+    gpu._launch_next = watched  # type: ignore[method-assign]
+    gpu.run(30)
+    begins = steps_of(foreground).began_s[::2]
+    late = [at_s >= begins[step + 1] for step, at_s in started if 14 <= step < 28]
+    assert len(late) > 0.65 * 14 * gap_s / 2e-4
+    assert sum(late) < 0.12 * len(late)  # what was in the queue when the step was over
+
+
+def test_a_piece_that_takes_no_time_does_no_harm(clock: Clock) -> None:
+    foreground, beside = job(clock, STEP_S), background(clock, 3e-4, 0.0, 2e-4)
+    SharedGpu(foreground, [beside], BUDGET).run(60)
+    assert len(foreground.losses) == 60
+    assert beside.steps_done > 20
+
+
+def test_a_piece_that_never_ends_stops_its_own_background_only(clock: Clock) -> None:
+    hung, good = background(clock, 3e-4), background(clock, 3e-4, 3e-4)
+    SharedGpu(job(clock, STEP_S), [hung, good], BUDGET).run(60)
+    steps_of(hung.work).pieces = [lambda: clock.work(1e6)]
+    before = good.steps_done
+    SharedGpu(job(clock, STEP_S), [hung, good], BUDGET).run(200)
+    assert good.steps_done > before + 80
 
 
 def test_a_background_whose_own_code_raises_ends_alone(clock: Clock) -> None:

@@ -1,93 +1,162 @@
 """What pieces cost is found out, and evens out the foreground's steps."""
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from fake_cuda import Clock, FakeFeeder, FakeSteps, fake_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burstpool.share.budget import Budget, Controller, Credit, StepTaken
-from burstpool.share.prices import Prices
+from burstpool.share.at_work import BackgroundWork, JobAtWork
+from burstpool.share.budget import Budget
+from burstpool.share.gpu import Idle, SharedGpu
+from burstpool.share.prices import Piece, Prices
 
-LENGTH_S, ALONE_S, COST = 3e-4, 4e-3, 0.45
-
-
-def test_what_pieces_cost_is_found_out() -> None:
-    draw, true, prices = random.Random(0), [0.4, 1.0, 1.6, 0.7, 1.3], Prices()
-    for _ in range(400):
-        pieces = draw.sample(range(5), 2)
-        for piece in range(5):
-            prices.of(piece, LENGTH_S)
-        amounts_to_s = sum(true[piece] * LENGTH_S for piece in pieces) * draw.gauss(1, 0.02)
-        prices.learn(pieces, amounts_to_s, error_s=0.02 * LENGTH_S)
-    for piece, factor in enumerate(true):
-        assert prices.of(piece, LENGTH_S) / LENGTH_S == pytest.approx(factor, abs=0.08)
+LENGTH_S, STEP_S = 3e-4, 4e-3
+UNEQUAL = (0.2, 1.0, 2.2)
 
 
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=4, unique=True), st.floats(-1e-2, 1e-2)), max_size=60
-    ),
-    st.floats(0, 1e-2),
-)
-def test_prices_stay_positive_and_1_on_average(steps: list[tuple[list[int], float]], error_s: float) -> None:
-    prices = Prices()
-    lengths = [1e-4 * (1 + piece) for piece in range(7)]
-    for pieces, amounts_to_s in steps:
-        for piece, length_s in enumerate(lengths):
-            prices.of(piece, length_s)
-        prices.learn(pieces, amounts_to_s, error_s=error_s)
-    found = [prices.of(piece, length_s) for piece, length_s in enumerate(lengths)]
-    assert min(found) > 0
-    assert sum(found) == pytest.approx(sum(lengths))
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return fake_cuda(monkeypatch)
+
+
+def named(places: Sequence[int]) -> list[Piece]:
+    return [(0, place) for place in places]
+
+
+def learnt(true: Sequence[float], *, cost: float, steps: int, each: int, noise: float = 0.02) -> list[float]:
+    """Factors after so many steps with `each` pieces, some of them more than once."""
+    draw, prices = random.Random(0), Prices()
+    for _ in range(steps):
+        places = [draw.randrange(len(true)) for _ in range(each)]
+        for place in range(len(true)):
+            prices.meet((0, place), LENGTH_S)
+        added_s = cost * sum(true[place] * LENGTH_S for place in places) * draw.gauss(1, noise)
+        prices.learn(named(places), added_s, error_s=noise * cost * each * LENGTH_S)
+    return [prices.meet((0, place), LENGTH_S) for place in range(len(true))]
+
+
+@pytest.mark.parametrize("each", [2, 12])
+@pytest.mark.parametrize("cost", [0.1, 0.5, 3.0])
+def test_what_pieces_cost_is_found_out_whatever_work_costs_on_average(cost: float, each: int) -> None:
+    true = [0.4, 1.0, 1.6, 0.7, 1.3]
+    assert learnt(true, cost=cost, steps=600, each=each) == pytest.approx(true, abs=0.12)
+
+
+def test_where_work_costs_nothing_no_piece_is_thought_to_cost_less_than_another() -> None:
+    assert learnt([1.0] * 20, cost=0.001, steps=400, each=3) == [1.0] * 20
 
 
 def test_noise_alone_teaches_little() -> None:
-    draw, prices = random.Random(0), Prices()
-    error_s = 5 * LENGTH_S
-    for step in range(2000):
-        pieces = [step % 20, (step + 1) % 20]
-        for piece in pieces:
-            prices.of(piece, LENGTH_S)
-        prices.learn(pieces, 2 * LENGTH_S + draw.gauss(0, error_s), error_s=error_s)
-    off = [prices.of(piece, LENGTH_S) / LENGTH_S - 1 for piece in range(20)]
-    assert sum(x * x for x in off) / len(off) < 0.4**2
+    found = learnt([1.0] * 20, cost=0.3, steps=2000, each=2, noise=2.0)
+    assert sum((x - 1) ** 2 for x in found) / len(found) < 0.4**2
 
 
-def shared(slowdown: float, *, priced: bool, steps: int = 1500) -> tuple[float, float, float]:
-    """Mean and p95 of the slowdown, and what the background got through, in seconds a step."""
-    draw, prices, controller, credit = random.Random(1), Prices(), Controller(Budget(slowdown=slowdown)), Credit()
-    true = [draw.choice([0.2, 1.0, 2.2]) for _ in range(28)]
-    place, times, work_s = 0, [], 0.0
-    for step in range(steps):
-        allowance, pieces, spent_s = controller.allowance, [], 0.0
-        credit.add(allowance.overlapped_s, piece_s=LENGTH_S)
-        while not allowance.alone:
-            price_s = prices.of(place, LENGTH_S) if priced else LENGTH_S
-            if not credit.covers(price_s):
-                break
-            credit.spend(price_s)
-            spent_s += price_s
-            pieces.append(place)
-            place = (place + 1) % len(true)
-        added_s = COST * sum(true[piece] * LENGTH_S for piece in pieces)
-        time_s = ALONE_S * draw.gauss(1, 0.003) + added_s
-        controller.observe(StepTaken(time_s=time_s, overlapped_s=spent_s))
-        if priced and pieces and step > 40:
-            cost = controller.overlap_cost.value
-            error_s = controller.base.noise * ALONE_S / cost
-            prices.learn(pieces, (time_s - controller.base.median_s) / cost, error_s=error_s)
-        if step >= 200:
-            times.append(time_s / ALONE_S)
-            work_s += len(pieces) * LENGTH_S / (steps - 200)
-    times.sort()
-    return sum(times) / len(times), times[int(0.95 * len(times))], work_s
+def test_a_background_that_has_ended_is_forgotten() -> None:
+    prices = Prices()
+    for _ in range(40):
+        for owner, true in ((0, 0.5), (1, 1.5)):
+            prices.meet((owner, 0), LENGTH_S)
+            prices.learn([(owner, 0)], true * LENGTH_S, error_s=0)
+    assert prices.meet((1, 0), LENGTH_S) > 1.2 > 0.8 > prices.meet((0, 0), LENGTH_S)
+    prices.forget(0)
+    assert prices.meet((1, 0), LENGTH_S) == pytest.approx(1)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.floats(-1e-2, 1e-2)), max_size=80),
+    st.floats(0, 1e-2),
+    st.sampled_from([0.0, 1e-4]),
+)
+def test_prices_stay_within_bounds(steps: list[tuple[list[int], float]], error_s: float, first_s: float) -> None:
+    prices = Prices()
+    lengths = [first_s, *(1e-4 * (1 + place) for place in range(1, 7))]
+    for places, added_s in steps:
+        for place, length_s in enumerate(lengths):
+            prices.meet((0, place), length_s)
+        prices.learn(named(places), added_s, error_s=error_s)
+    assert all(0.2 <= prices.meet((0, place), length_s) <= 5 for place, length_s in enumerate(lengths))
+
+
+class Beside:
+    """The loop over a simulated GPU on which pieces slow the foreground down, each by its own cost."""
+
+    def __init__(
+        self, clock: Clock, slowdown: float, *, cost: float, spread: Sequence[float], hiccups: float = 0.0, **loop: Any
+    ) -> None:
+        draw = random.Random(1)
+        self.delay_s, costs = 0.0, [cost * draw.choice(spread) * LENGTH_S for _ in range(28)]
+        foreground, background = (self._job(clock, *lengths) for lengths in ([STEP_S], [LENGTH_S] * 28))
+        background.steps.pieces = [self._costly(*each) for each in zip(background.steps.pieces, costs, strict=True)]
+        self.gpu = SharedGpu(foreground, [BackgroundWork(background)], Budget(slowdown=slowdown), **loop)
+        launch = self.gpu._launch_background
+
+        def delayed(step: int, gates: Any) -> None:
+            launch(step, gates)
+            late_s = self.delay_s + STEP_S * abs(draw.gauss(0, 0.003)) + (STEP_S / 2 if draw.random() < hiccups else 0)
+            self.delay_s = 0.0
+            end: Any = self.gpu.spans[-1].end
+            end.at_s += late_s
+            stream: Any = foreground.steps.stream
+            stream.ends_s += late_s
+
+        self.gpu._launch_background = delayed  # type: ignore[method-assign]
+
+    def _job(self, clock: Clock, *lengths: float) -> JobAtWork:
+        fed: Any = FakeFeeder(clock)
+        return JobAtWork("job", FakeSteps(clock, *lengths), fed)
+
+    def _costly(self, piece: Any, cost_s: float) -> Any:
+        def run() -> None:
+            piece()
+            self.delay_s += cost_s
+
+        return run
+
+    def run(self, steps: int = 1200) -> tuple[float, float, float]:
+        """Mean and p95 of the slowdown, and background work a step."""
+        self.gpu.run(steps)
+        times, work = sorted(self.gpu.measured.step_s[200:]), self.gpu.measured.background_s[200:]
+        return (
+            sum(times) / len(times) / STEP_S,
+            times[int(0.95 * len(times))] / STEP_S,
+            sum(work) / len(work) / STEP_S,
+        )
+
+    def factors(self) -> list[float]:
+        owner = id(self.gpu.backgrounds[0])
+        return [self.gpu._prices.meet((owner, place), LENGTH_S) for place in range(28)]
 
 
 @pytest.mark.parametrize("slowdown", [1.05, 1.10, 1.20])
-def test_known_prices_let_the_background_do_more_within_the_same_promises(slowdown: float) -> None:
-    _, _, before_s = shared(slowdown, priced=False)
-    mean, p95, work_s = shared(slowdown, priced=True)
+def test_prices_let_the_background_do_more_within_the_same_promises(
+    clock: Clock, slowdown: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mean, p95, work = Beside(clock, slowdown, cost=0.5, spread=UNEQUAL).run()
     assert mean < slowdown + 0.01
     assert p95 < slowdown + 0.05
-    assert work_s > 1.05 * before_s
+    monkeypatch.setattr(Prices, "meet", lambda *_: 1.0)
+    monkeypatch.setattr(Prices, "learn", lambda *_, **__: None)
+    assert work > 1.04 * Beside(clock, slowdown, cost=0.5, spread=UNEQUAL).run()[2]
+
+
+def test_pieces_that_cost_the_same_have_the_same_price(clock: Clock) -> None:
+    even = Beside(clock, 1.10, cost=0.5, spread=[1.0])
+    even.run()
+    assert even.factors() == pytest.approx([1.0] * 28, abs=0.15)
+
+
+def test_hiccups_of_the_foreground_do_not_make_prices(clock: Clock) -> None:
+    disturbed = Beside(clock, 1.10, cost=0.5, spread=[1.0], hiccups=0.02)
+    disturbed.run()
+    assert disturbed.factors() == pytest.approx([1.0] * 28, abs=0.3)
+
+
+def test_a_background_that_costs_nothing_gets_no_more_than_there_is_time_for(clock: Clock) -> None:
+    gap_s = 9 * STEP_S
+    free = Beside(clock, 1.10, cost=0.0, spread=[1.0], program=[0, Idle(length_s=gap_s)])
+    free.run(300)
+    assert max(free.gpu.measured.background_s[20:]) < 1.1 * STEP_S + gap_s + 5 * LENGTH_S

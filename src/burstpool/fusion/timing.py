@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from burstpool.errors import CaptureError
 from burstpool.model.cuda_driver import Handle
 from burstpool.model.graph_nodes import ordered_nodes, put_in_a_row
 from burstpool.model.recording import abandon
@@ -64,8 +65,8 @@ def timed_recorded(
                 put_in_a_row(raw, ordered_nodes(raw))
                 graph.instantiate()
             return replay_time(graph, device)
-    except RuntimeError as error:
-        abandon(pool, generators)
+    except (RuntimeError, CaptureError) as error:  # the code cannot be recorded, or the driver refuses its graph
+        abandon(device, pool, generators)
         missing = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__context__))
         return NO_MEMORY_S if missing else math.inf
 

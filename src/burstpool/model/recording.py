@@ -29,6 +29,7 @@ def recording(
         graph.register_generator_state(generator)
     pool = pool or torch.cuda.graph_pool_handle()  # a graph does not tell its own after it has failed
     before, first = torch.cuda.current_stream(), None
+    device = (stream or before).device
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
@@ -39,18 +40,18 @@ def recording(
     except BaseException as error:
         torch.cuda.set_stream(before)
         with contextlib.suppress(RuntimeError):  # where memory is missing for this, too, the first error says so
-            abandon(pool, generators)
+            abandon(device, pool, generators)
         raise first or error from None
     finally:
         first = None  # it holds this frame, and all that the recorded code had made
 
 
-def abandon(pool: Any, generators: Sequence[torch.Generator]) -> None:
+def abandon(device: torch.device, pool: Any, generators: Sequence[torch.Generator]) -> None:
     """After a recording into a pool failed: the allocator takes back what was for it, and generators draw again."""
-    device = torch.cuda.current_device()
+    index = device.index if device.index is not None else torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # a version of torch that has ended it by itself
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
     torch.cuda.synchronize()
     # A recording that succeeds ends what generators believe to go on.
     empty = torch.cuda.CUDAGraph()

@@ -1,8 +1,9 @@
 """The controller: how much background work may run beside the next step of the foreground.
 
-Takes, after each step, how long it took and how much background work ran in it, in seconds of the background's own time
-alone: beside the foreground's compute (*overlapped*), and while it had nothing to compute (*in gaps*). Returns what the
-next step allows. Pure: no clock, no randomness, no torch; the same object drives a GPU, a CPU process and a simulation.
+Takes, after each step, how long it took and how much background work ran in it: beside the foreground's compute
+(*overlapped*), and while it had nothing to compute (*in gaps*), in seconds of the background's own time alone, or of
+average work where pieces have prices (`prices.py`). Returns what the next step allows. Pure: no clock, no randomness,
+no torch; the same object drives a GPU, a CPU process and a simulation.
 
     aim      = slowdown - what the base is not known by         the mean to hold, over all steps
     extra_s  = (aim - 1) · alone_s - debt_s / 20                feed forward, and feedback on what was spent too much
@@ -46,8 +47,6 @@ _RARELY = 0.025
 """Share of the steps that may pass the tail limit; below the 5% that a p95 allows."""
 _TAIL_STEP = 0.3
 """How far one step over the limit takes the work back."""
-_LEAST_BUSY = 0.05
-"""Share of a step in which the foreground computes, at least: a schedule's gaps may be longer than those of its run."""
 _SPACING = (23, 29, 19, 31)
 """Steps between alone steps: primes, so that no period of the foreground hides from them."""
 _SURPRISES = 4
@@ -106,7 +105,7 @@ class StepTaken:
 
     time_s: float
     overlapped_s: float = 0.0
-    """Background work beside the foreground's compute, by the background's own time alone."""
+    """Background work beside the foreground's compute, by the background's own time alone or by its price."""
     in_gaps_s: float = 0.0
     """Background work while the foreground waited or idled within the step."""
 
@@ -337,9 +336,7 @@ class Controller:
         waiting_s = math.inf if gap_cost <= _LEAST_COST else extra_s / gap_cost
         gaps_s = self._share_among_gaps(waiting_s)
         left_s = max(extra_s - gap_cost * sum(gaps_s), 0.0)
-        # No more than fits beside what the foreground computes: the rest would be late for everything that follows.
-        busy_s = max(alone_s - sum(gap.length_s for gap in self.gaps), _LEAST_BUSY * alone_s)
-        overlapped_s = min(left_s / self.overlap_cost.value, _GROWTH * self._tried_work * alone_s, aim * busy_s)
+        overlapped_s = min(left_s / self.overlap_cost.value, _GROWTH * self._tried_work * alone_s, aim * alone_s)
         return Allowance(
             alone=False,
             overlapped_s=0.0 if self._gaps_only_left else overlapped_s,

@@ -23,7 +23,7 @@ import collections
 import contextlib
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,7 +46,7 @@ from burstpool.share.at_work import (
 from burstpool.share.budget import Allowance, Budget, Controller, Credit, Gap, StepTaken
 from burstpool.share.evictions import Evictions
 from burstpool.share.moving import collector_at_rest
-from burstpool.share.prices import Prices
+from burstpool.share.prices import Piece, Prices
 from burstpool.share.waiting import waiter
 
 _IN_FLIGHT = 2
@@ -55,10 +55,12 @@ _LEAST_PAUSE_S = 1e-4
 """What is shorter is the device's own way from one step to the next."""
 _KEPT_SPANS = 40
 _MOST_QUEUED = 128
-"""Pieces that were started and have not ended. A queue holds some 1,000 entries, of which a piece takes four; a thread
-that finds it full waits, and the foreground's next step with it."""
-_STEPS_TO_AVERAGE = 20
-"""Steps with background work until the controller knows what an average second of it costs."""
+"""Pieces of a background that were started and have not ended. A queue holds some 1,000 entries, of which a piece takes
+four; a thread that finds it full waits, and the foreground's next step with it."""
+_LEAST_BUSY = 0.05
+"""Share of a step in which the foreground computes, at least: its gaps may be shorter than the schedule says."""
+_HUNG_STEPS, _HUNG_LENGTHS = 16, 20
+"""A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +84,12 @@ class _Launched:
     """A background piece that was started and may not have ended."""
 
     end: Marker
-    which: Hashable
-    """The piece, the same in every step of the background."""
+    which: Piece
+    """The same in every step of the background."""
     length_s: float
     """By its time alone."""
-    price_s: float
-    """Average work that costs the foreground as much; in gaps the same."""
+    factor: float
+    """What it costs the foreground, over what average work of its length does; 1 in gaps."""
     in_gap: bool
     step: int
     """The foreground's step with which it was started."""
@@ -102,8 +104,11 @@ class _Allowed:
     step: int
     gate: torch.cuda.Event
     credit: Credit
+    """By prices; in gaps by lengths."""
+    room: Credit
+    """By lengths: as much as there is time for."""
     saved: Credit
-    """Where what is left of it goes."""
+    """Where what is left of the credit goes."""
     in_gap: bool
 
 
@@ -148,9 +153,14 @@ class SharedGpu:
         self._allowance: Allowance = self.controller.allowance
         self._overlapped, self._in_gap = Credit(), [Credit() for _ in gaps]
         self._launched: list[_Launched] = []
-        self._queued: collections.deque[Marker] = collections.deque()
+        self._queued: dict[int, collections.deque[PieceSpan]] = {}
+        """By background."""
         self._to_start: collections.deque[_Allowed] = collections.deque()
-        self._prices, self._steps_with_work = Prices(), 0
+        self._stuck: set[int] = set()
+        """Backgrounds with a piece that may never end."""
+        self._newest = -1
+        """The step that was launched last."""
+        self._prices = Prices()
         self._wait = waiter() if gaps else None
         self.measured = Measured()
         self.spans: collections.deque[StepSpan] = collections.deque(maxlen=_KEPT_SPANS)
@@ -169,6 +179,7 @@ class SharedGpu:
             batch = self._next_batch(step, ends[-1] if ends else None)
             end, gates = self._launch_foreground(step, batch)
             self.spans.append(StepSpan(begin=gates[0], end=end))
+            self._newest = step
             self._launch_background(step, gates)
             ends = [*ends[-2:], end]
             if len(ends) > 1:
@@ -191,9 +202,14 @@ class SharedGpu:
             if time.monotonic() > deadline:
                 raise ShareError(f"no samples of {self.foreground.name} came within {FEED_TIMEOUT_S:g} s")
             idle = previous is None or bool(previous.query())  # type: ignore[no-untyped-call]
+            if idle:
+                self._drop_late(step - 1)
+            self._start_more()
+            for background in self.backgrounds:
+                background.look_after()
             waiting = sum(1 for piece in self._launched if not piece.end.query())
             free = idle and not self._allowance.alone and waiting < _IN_FLIGHT
-            if not (free and self._launch_next(step, None, in_gap=True)):
+            if not (free and self._launch_next(step, None)):
                 time.sleep(NAP_S)
         self._restarts = 0
         return batch
@@ -248,73 +264,99 @@ class SharedGpu:
 
     def _launch_background(self, step: int, gates: Sequence[torch.cuda.Event]) -> None:
         """Starts what this step allows, less what earlier ones started and the GPU has not got round to."""
-        behind_s = sum(piece.price_s for piece in self._launched if piece.step < step - 1)
-        allowed = [(gates[0], self._overlapped, self._allowance.overlapped_s, False)]
-        allowed += [(*rest, True) for rest in zip(gates[1:], self._in_gap, self._allowance.gaps_s, strict=True)]
-        for gate, credit, allowed_s, in_gap in allowed:
+        hung = [piece for piece in self._launched if self._is_hung(piece, step)]
+        self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
+        behind_s = sum(piece.length_s for piece in self._launched if piece.step < step - 1 and piece not in hung)
+        allowed = [(gates[0], self._overlapped, self._allowance.overlapped_s, self._busy_s())]
+        allowed += [(*rest, math.inf) for rest in zip(gates[1:], self._in_gap, self._allowance.gaps_s, strict=True)]
+        for place, (gate, saved, allowed_s, room_s) in enumerate(allowed):
             less_s = min(behind_s, allowed_s)
             behind_s -= less_s
-            self._fill(step, gate, credit, allowed_s - less_s, in_gap=in_gap)
-
-    def _fill(self, step: int, gate: torch.cuda.Event, saved: Credit, allowed_s: float, *, in_gap: bool) -> None:
-        """Has pieces started that wait for the gate, as many as are allowed."""
-        waiting = self._in_turn()
-        if allowed_s <= 0 or not waiting:
-            return
-        # The longest, as the first in turn may have no samples, and what it leaves must add up to a piece of another.
-        saved.add(allowed_s, piece_s=max(self._price_s(background, in_gap=in_gap) for background in waiting))
-        self._to_start.append(_Allowed(step, gate, Credit(saved.take()), saved, in_gap))
+            self._fill(_Allowed(step, gate, Credit(allowed_s - less_s), Credit(room_s), saved, in_gap=place > 0))
         self._start_more()
 
+    def _is_hung(self, piece: _Launched, step: int) -> bool:
+        age = step - piece.step
+        return age > _HUNG_STEPS and age * (self.controller.alone_s or 0.0) > _HUNG_LENGTHS * piece.length_s
+
+    def _busy_s(self) -> float:
+        """How long a step computes, at most: more work would run on into gaps, and be late for all that follows."""
+        alone_s, gaps_s = self.controller.alone_s, sum(gap.length_s for gap in self.controller.gaps)
+        if alone_s is None or not gaps_s:
+            return math.inf
+        return self.controller.budget.slowdown * max(alone_s - gaps_s, _LEAST_BUSY * alone_s)
+
+    def _fill(self, allowed: _Allowed) -> None:
+        """Has pieces started that wait for the gate, as many as are allowed."""
+        waiting = self._in_turn()
+        if allowed.credit.left_s <= 0 or not waiting:
+            return
+        # The longest, as the first in turn may have no samples, and what it leaves must add up to a piece of another.
+        longest_s = max(self._factor(background, allowed) * background.next_s for background in waiting)
+        allowed.saved.add(allowed.credit.take(), piece_s=longest_s)
+        allowed.credit.left_s = allowed.saved.take()
+        allowed.room.left_s = max(allowed.room.left_s, *(background.next_s for background in waiting))
+        self._to_start.append(allowed)
+
+    def _factor(self, background: Filler, allowed: _Allowed | None) -> float:
+        """What its next piece costs the foreground, over what average work does; in gaps nobody asks."""
+        if allowed is None or allowed.in_gap:
+            return 1.0
+        return self._prices.meet(_which(background), background.next_s)
+
     def _start_more(self) -> None:
-        """Starts what may be started, in order, as far as the queue holds it."""
+        """Starts what may be started, in order, as far as the queues hold it."""
         while self._to_start:
             allowed = self._to_start[0]
-            while not (full := self._is_full()):
-                price_s = self._launch_next(allowed.step, allowed.gate, in_gap=allowed.in_gap, credit=allowed.credit)
-                if not price_s:
-                    break
-                allowed.credit.spend(price_s)
-            if full:
+            while self._launch_next(allowed.step, allowed):
+                pass
+            if any(self._is_full(background) for background in self._in_turn()):
                 return
             self._to_start.popleft()
             allowed.saved.left_s += allowed.credit.take()
 
-    def _is_full(self) -> bool:
-        while self._queued and self._queued[0].query():
-            self._queued.popleft()
-        return len(self._queued) >= _MOST_QUEUED
+    def _drop_late(self, step: int) -> None:
+        """What was to be started for this step or earlier ones and was not: they are over."""
+        while self._to_start and self._to_start[0].step <= step:
+            self._to_start.popleft()
 
-    def _price_s(self, background: Filler, *, in_gap: bool) -> float:
-        """What its next piece takes of a step's allowance: beside the foreground's compute, what it costs there."""
-        length_s = background.next_s
-        return length_s if in_gap else self._prices.of(_which(background), length_s)
+    def _is_full(self, background: Filler) -> bool:
+        queued = self._queued.setdefault(id(background), collections.deque())
+        while queued and queued[0].query():
+            queued.popleft()
+        return len(queued) >= _MOST_QUEUED
 
-    def _launch_next(
-        self, step: int, gate: torch.cuda.Event | None, *, in_gap: bool, credit: Credit | None = None
-    ) -> float:
-        """Starts a piece of the first background job in turn that has one ready; returns its price, 0 if none has.
+    def _launch_next(self, step: int, allowed: _Allowed | None) -> bool:
+        """Starts a piece of the first background job in turn that has one ready; whether one had.
 
-        Credit that is too small for one is saved for it: spent on others with shorter pieces, it would never suffice.
+        `allowed` is None while the foreground idles. Credit that is too small for a piece is saved for it: spent on
+        others with shorter pieces, it would never suffice.
         """
         for background in self._in_turn():
-            which, length_s, price_s = _which(background), background.next_s, self._price_s(background, in_gap=in_gap)
-            if credit is not None and not credit.covers(price_s):
-                return 0.0
-            end = background.launch(gate)
+            which, length_s, factor = _which(background), background.next_s, self._factor(background, allowed)
+            if self._is_full(background):
+                continue
+            if allowed and not (allowed.credit.covers(factor * length_s) and allowed.room.covers(length_s)):
+                return False
+            end = background.launch(allowed.gate if allowed else None)
             if end is None:
                 continue
-            if isinstance(end, PieceSpan) and self.spans:
-                self.spans[-1].pieces.append(end)
-            self._launched.append(_Launched(end, which, length_s, price_s, in_gap, step))
-            self._queued.append(end)
-            return price_s
-        return 0.0
+            if allowed:
+                allowed.credit.spend(factor * length_s)
+                allowed.room.spend(length_s)
+            in_gap = allowed is None or allowed.in_gap
+            self._launched.append(_Launched(end, which, length_s, factor, in_gap, step))
+            if isinstance(end, PieceSpan):
+                self._queued[id(background)].append(end)
+                if (back := max(self._newest - step, 0)) < len(self.spans):
+                    self.spans[-1 - back].pieces.append(end)
+            return True
+        return False
 
     def _in_turn(self) -> list[Filler]:
-        """The background jobs that are here and not over, those that have got least first."""
+        """The background jobs that are here, neither over nor stuck, those that have got least first."""
         here = (x for x in self.backgrounds if not x.ended and x.where in ("here", "leaving"))
-        return sorted(here, key=lambda background: background.done_s)
+        return sorted((x for x in here if id(x) not in self._stuck), key=lambda background: background.done_s)
 
     def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
         """Waits for a step's end and has the controller decide on the next one."""
@@ -322,8 +364,7 @@ class SharedGpu:
             self._start_more()
             time.sleep(NAP_S)
         ends[-1].synchronize()
-        while self._to_start and self._to_start[0].step <= step:
-            self._to_start.popleft()  # too late for it
+        self._drop_late(step)
         done: list[_Launched] = []
         under_way: list[_Launched] = []
         for piece in self._launched:
@@ -337,6 +378,8 @@ class SharedGpu:
         self._read_foreground()
         for background in self.backgrounds:
             background.look_after()
+            if background.ended:
+                self._prices.forget(id(background))
 
     def _observe(self, time_s: float, done: Sequence[_Launched], step: int, *, paused_s: float) -> None:
         """A step in which nothing ended may still have had a part of a long piece in it: then it was not alone.
@@ -344,7 +387,8 @@ class SharedGpu:
         A pause is measured as a part of the step; the controller is told of it apart.
         """
         parts = [(piece, piece.length_s - piece.counted_s) for piece in done]
-        under_way = next((piece for piece in self._launched if piece.step <= step), None)
+        there = (piece for piece in self._launched if piece.step <= step and not self._is_hung(piece, step))
+        under_way = next(there, None)
         if under_way is not None and sum(part_s for _, part_s in parts) == 0:
             part_s = min(under_way.length_s - under_way.counted_s, time_s) / 2
             under_way.counted_s += part_s
@@ -354,24 +398,21 @@ class SharedGpu:
             self.controller.charge_pause(paused_s)
         taken = StepTaken(
             time_s=max(time_s - paused_s, 1e-9),
-            overlapped_s=sum(part_s * piece.price_s / piece.length_s for piece, part_s in parts if not piece.in_gap),
+            overlapped_s=sum(part_s * piece.factor for piece, part_s in parts if not piece.in_gap),
             in_gaps_s=sum(part_s for piece, part_s in parts if piece.in_gap),
         )
         self._allowance = self.controller.observe(taken)
-        if all(not piece.counted_s for piece, _ in parts) and paused_s <= _LEAST_PAUSE_S:
-            self._learn_prices(taken, [piece.which for piece, _ in parts if not piece.in_gap])
+        if under_way is None and paused_s <= _LEAST_PAUSE_S and all(piece.step == step for piece in done):
+            self._learn_prices(taken, [piece.which for piece in done if not piece.in_gap])
         self.measured.step_s.append(time_s)
         self.measured.background_s.append(sum(part_s for _, part_s in parts))
 
-    def _learn_prices(self, taken: StepTaken, pieces: Sequence[Hashable]) -> None:
-        """Which of these pieces cost more than others, from a step that had them whole."""
-        base, cost = self.controller.base, self.controller.overlap_cost.value
-        self._steps_with_work += bool(pieces)
-        if not pieces or self._steps_with_work < _STEPS_TO_AVERAGE:
-            return
-        added_s = taken.time_s - base.median_s - self.controller.gap_cost.value * taken.in_gaps_s
-        added_s = min(max(added_s, -0.5 * base.median_s), base.median_s)  # one hiccup says little
-        self._prices.learn(pieces, added_s / cost, error_s=base.noise * base.median_s / cost)
+    def _learn_prices(self, taken: StepTaken, pieces: Sequence[Piece]) -> None:
+        """Which of these pieces cost more than others, from a step that had them whole, and no part of another."""
+        base = self.controller.base
+        if pieces and base.num_samples:
+            added_s = taken.time_s - base.median_s - self.controller.gap_cost.value * taken.in_gaps_s
+            self._prices.learn(pieces, added_s, error_s=base.noise * base.median_s)
 
     def _read_foreground(self, *, all_of_them: bool = False) -> None:
         before = len(self.foreground.losses)
@@ -380,7 +421,7 @@ class SharedGpu:
             raise RunError(not_finite(self.foreground.losses[bad][0], bad))
 
 
-def _which(background: Filler) -> Hashable:
+def _which(background: Filler) -> Piece:
     """Its next piece."""
     return id(background), background.next_place
 

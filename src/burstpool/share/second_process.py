@@ -55,7 +55,7 @@ class Posted:
 
 
 class SecondProcess:
-    """A `Filler` (see `gpu.py`) whose pieces are whole steps of another process."""
+    """A `Filler` (see `at_work.py`) whose pieces are whole steps of another process."""
 
     def __init__(
         self,
