@@ -39,7 +39,7 @@ def steps_of(work: JobAtWork) -> FakeSteps:
 
 def counted_s(gpu: SharedGpu) -> float:
     """All background work that was told to the controller, and what is still to be told."""
-    return sum(gpu.measured.background_s) + sum(piece.length_s - piece.counted_s for piece in gpu._launched)
+    return sum(gpu.measured.background_s) + sum(piece.length_s - piece.counted_s for piece in gpu.launches.under_way)
 
 
 def test_the_foreground_takes_all_its_steps_in_order_and_the_background_some(clock: Clock) -> None:
@@ -71,7 +71,7 @@ def test_pieces_that_take_longer_than_known_pile_up_no_further_than_a_queue(cloc
     late: list[int] = []
 
     def watch(gpu: SharedGpu) -> None:
-        late.append(sum(not piece.end.query() for piece in gpu._launched))
+        late.append(sum(not piece.end.query() for piece in gpu.launches.under_way))
 
     SharedGpu(foreground, [beside], BUDGET, program=[0, Idle(length_s=20 * STEP_S)], watch=watch).run(60)
     assert 100 < max(late) <= 128
@@ -84,7 +84,7 @@ def test_work_for_a_gap_runs_in_that_gap(clock: Clock, every_s: float) -> None:
     foreground, beside = job(clock, STEP_S / 2, STEP_S / 2, feeder=fed), background(clock, *[2e-4] * 20)
     gpu = SharedGpu(foreground, [beside], BUDGET, program=[0, Idle(length_s=gap_s), 1])
     started: list[tuple[int, float]] = []
-    launch = gpu._launch_next
+    launch = gpu.launches._start_next
 
     def watched(step: int, allowed: Any) -> bool:
         found = launch(step, allowed)
@@ -92,7 +92,7 @@ def test_work_for_a_gap_runs_in_that_gap(clock: Clock, every_s: float) -> None:
             started.append((step, steps_of(beside.work).began_s[-1]))
         return found
 
-    gpu._launch_next = watched  # type: ignore[method-assign]
+    gpu.launches._start_next = watched  # type: ignore[method-assign]
     gpu.run(30)
     begins = steps_of(foreground).began_s[::2]
     late = [at_s >= begins[step + 1] for step, at_s in started if 14 <= step < 28]

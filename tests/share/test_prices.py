@@ -92,10 +92,10 @@ class Beside:
         foreground, background = (self._job(clock, *lengths) for lengths in ([STEP_S], [LENGTH_S] * 28))
         background.steps.pieces = [self._costly(*each) for each in zip(background.steps.pieces, costs, strict=True)]
         self.gpu = SharedGpu(foreground, [BackgroundWork(background)], Budget(slowdown=slowdown), **loop)
-        launch = self.gpu._launch_background
+        launch = self.gpu.launches.allow
 
-        def delayed(step: int, gates: Any) -> None:
-            launch(step, gates)
+        def delayed(step: int, gates: Any, allowance: Any) -> None:
+            launch(step, gates, allowance)
             late_s = self.delay_s + STEP_S * abs(draw.gauss(0, 0.003)) + (STEP_S / 2 if draw.random() < hiccups else 0)
             self.delay_s = 0.0
             end: Any = self.gpu.spans[-1].end
@@ -103,7 +103,7 @@ class Beside:
             stream: Any = foreground.steps.stream
             stream.ends_s += late_s
 
-        self.gpu._launch_background = delayed  # type: ignore[method-assign]
+        self.gpu.launches.allow = delayed  # type: ignore[method-assign]
 
     def _job(self, clock: Clock, *lengths: float) -> JobAtWork:
         fed: Any = FakeFeeder(clock)
@@ -128,7 +128,7 @@ class Beside:
 
     def factors(self) -> list[float]:
         owner = id(self.gpu.backgrounds[0])
-        return [self.gpu._prices.meet((owner, place), LENGTH_S) for place in range(28)]
+        return [self.gpu.launches.prices.meet((owner, place), LENGTH_S) for place in range(28)]
 
 
 @pytest.mark.parametrize("slowdown", [1.05, 1.10, 1.20])

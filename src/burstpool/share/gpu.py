@@ -38,29 +38,19 @@ from burstpool.share.at_work import (
     NAP_S,
     Filler,
     JobAtWork,
-    Marker,
     PieceSpan,
     in_a_line,
     recorded,
 )
-from burstpool.share.budget import Allowance, Budget, Controller, Credit, Gap, StepTaken
+from burstpool.share.budget import Allowance, Budget, Controller, Gap, StepTaken
 from burstpool.share.evictions import Evictions
+from burstpool.share.launches import Launches, Work
 from burstpool.share.moving import collector_at_rest
-from burstpool.share.prices import Piece, Prices
 from burstpool.share.waiting import waiter
 
-_IN_FLIGHT = 2
-"""Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
 _LEAST_PAUSE_S = 1e-4
 """What is shorter is the device's own way from one step to the next."""
 _KEPT_SPANS = 40
-_MOST_QUEUED = 128
-"""Pieces of a background that were started and have not ended. A queue holds some 1,000 entries, of which a piece takes
-four; a thread that finds it full waits, and the foreground's next step with it."""
-_LEAST_BUSY = 0.05
-"""Share of a step in which the foreground computes, at least: its gaps may be shorter than the schedule says."""
-_HUNG_STEPS, _HUNG_LENGTHS = 16, 20
-"""A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,39 +67,6 @@ class StepSpan:
     begin: torch.cuda.Event
     end: torch.cuda.Event
     pieces: list[PieceSpan] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A background piece that was started and may not have ended."""
-
-    end: Marker
-    which: Piece
-    """The same in every step of the background."""
-    length_s: float
-    """By its time alone."""
-    factor: float
-    """What it costs the foreground, over what average work of its length does; 1 in gaps."""
-    in_gap: bool
-    step: int
-    """The foreground's step with which it was started."""
-    counted_s: float = 0.0
-    """What of it was counted in steps that it did not end in."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Allowed:
-    """Background work that may be started for a step, of which some may have been."""
-
-    step: int
-    gate: torch.cuda.Event
-    credit: Credit
-    """By prices; in gaps by lengths."""
-    room: Credit
-    """By lengths: as much as there is time for."""
-    saved: Credit
-    """Where what is left of the credit goes."""
-    in_gap: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,16 +108,9 @@ class SharedGpu:
         gaps = [Gap(length_s=part.length_s) for part in self._program if isinstance(part, Idle)]
         self.controller = Controller(budget, gaps=gaps)
         self._allowance: Allowance = self.controller.allowance
-        self._overlapped, self._in_gap = Credit(), [Credit() for _ in gaps]
-        self._launched: list[_Launched] = []
-        self._queued: dict[int, collections.deque[PieceSpan]] = {}
-        """By background."""
-        self._to_start: collections.deque[_Allowed] = collections.deque()
-        self._stuck: set[int] = set()
-        """Backgrounds with a piece that may never end."""
+        self.launches = Launches(self.backgrounds, self.controller, self._note)
         self._newest = -1
         """The step that was launched last."""
-        self._prices = Prices()
         self._wait = waiter() if gaps else None
         self.measured = Measured()
         self.spans: collections.deque[StepSpan] = collections.deque(maxlen=_KEPT_SPANS)
@@ -180,7 +130,7 @@ class SharedGpu:
             end, gates = self._launch_foreground(step, batch)
             self.spans.append(StepSpan(begin=gates[0], end=end))
             self._newest = step
-            self._launch_background(step, gates)
+            self.launches.allow(step, gates, self._allowance)
             ends = [*ends[-2:], end]
             if len(ends) > 1:
                 self._settle(step - 1, ends[:-1])
@@ -203,13 +153,11 @@ class SharedGpu:
                 raise ShareError(f"no samples of {self.foreground.name} came within {FEED_TIMEOUT_S:g} s")
             idle = previous is None or bool(previous.query())  # type: ignore[no-untyped-call]
             if idle:
-                self._drop_late(step - 1)
-            self._start_more()
+                self.launches.drop_late(step - 1)
+            self.launches.start_more()
             for background in self.backgrounds:
                 background.look_after()
-            waiting = sum(1 for piece in self._launched if not piece.end.query())
-            free = idle and not self._allowance.alone and waiting < _IN_FLIGHT
-            if not (free and self._launch_next(step, None)):
+            if not (idle and not self._allowance.alone and self.launches.start_idle(step)):
                 time.sleep(NAP_S)
         self._restarts = 0
         return batch
@@ -262,168 +210,48 @@ class SharedGpu:
                 raise RunError(f"the foreground ran out of memory, with no background left to make room: {words}")
             self._resumed[step] = recorded(self.foreground.steps.stream, timing=True)
 
-    def _launch_background(self, step: int, gates: Sequence[torch.cuda.Event]) -> None:
-        """Starts what this step allows, less what earlier ones started and the GPU has not got round to."""
-        hung = [piece for piece in self._launched if self._is_hung(piece, step)]
-        self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
-        behind_s = sum(piece.length_s for piece in self._launched if piece.step < step - 1 and piece not in hung)
-        allowed = [(gates[0], self._overlapped, self._allowance.overlapped_s, self._busy_s())]
-        allowed += [(*rest, math.inf) for rest in zip(gates[1:], self._in_gap, self._allowance.gaps_s, strict=True)]
-        for place, (gate, saved, allowed_s, room_s) in enumerate(allowed):
-            less_s = min(behind_s, allowed_s)
-            behind_s -= less_s
-            self._fill(_Allowed(step, gate, Credit(allowed_s - less_s), Credit(room_s), saved, in_gap=place > 0))
-        self._start_more()
-
-    def _is_hung(self, piece: _Launched, step: int) -> bool:
-        age = step - piece.step
-        return age > _HUNG_STEPS and age * (self.controller.alone_s or 0.0) > _HUNG_LENGTHS * piece.length_s
-
-    def _busy_s(self) -> float:
-        """How long a step computes, at most: more work would run on into gaps, and be late for all that follows."""
-        alone_s, gaps_s = self.controller.alone_s, sum(gap.length_s for gap in self.controller.gaps)
-        if alone_s is None or not gaps_s:
-            return math.inf
-        return self.controller.budget.slowdown * max(alone_s - gaps_s, _LEAST_BUSY * alone_s)
-
-    def _fill(self, allowed: _Allowed) -> None:
-        """Has pieces started that wait for the gate, as many as are allowed."""
-        waiting = self._in_turn()
-        if allowed.credit.left_s <= 0 or not waiting:
-            return
-        # The longest, as the first in turn may have no samples, and what it leaves must add up to a piece of another.
-        longest_s = max(self._factor(background, allowed) * background.next_s for background in waiting)
-        allowed.saved.add(allowed.credit.take(), piece_s=longest_s)
-        allowed.credit.left_s = allowed.saved.take()
-        allowed.room.left_s = max(allowed.room.left_s, *(background.next_s for background in waiting))
-        self._to_start.append(allowed)
-
-    def _factor(self, background: Filler, allowed: _Allowed | None) -> float:
-        """What its next piece costs the foreground, over what average work does; in gaps nobody asks."""
-        if allowed is None or allowed.in_gap:
-            return 1.0
-        return self._prices.meet(_which(background), background.next_s)
-
-    def _start_more(self) -> None:
-        """Starts what may be started, in order, as far as the queues hold it."""
-        while self._to_start:
-            allowed = self._to_start[0]
-            while self._launch_next(allowed.step, allowed):
-                pass
-            if any(self._is_full(background) for background in self._in_turn()):
-                return
-            self._to_start.popleft()
-            allowed.saved.left_s += allowed.credit.take()
-
-    def _drop_late(self, step: int) -> None:
-        """What was to be started for this step or earlier ones and was not: they are over."""
-        while self._to_start and self._to_start[0].step <= step:
-            self._to_start.popleft()
-
-    def _is_full(self, background: Filler) -> bool:
-        queued = self._queued.setdefault(id(background), collections.deque())
-        while queued and queued[0].query():
-            queued.popleft()
-        return len(queued) >= _MOST_QUEUED
-
-    def _launch_next(self, step: int, allowed: _Allowed | None) -> bool:
-        """Starts a piece of the first background job in turn that has one ready; whether one had.
-
-        `allowed` is None while the foreground idles. Credit that is too small for a piece is saved for it: spent on
-        others with shorter pieces, it would never suffice.
-        """
-        for background in self._in_turn():
-            which, length_s, factor = _which(background), background.next_s, self._factor(background, allowed)
-            if self._is_full(background):
-                continue
-            if allowed and not (allowed.credit.covers(factor * length_s) and allowed.room.covers(length_s)):
-                return False
-            end = background.launch(allowed.gate if allowed else None)
-            if end is None:
-                continue
-            if allowed:
-                allowed.credit.spend(factor * length_s)
-                allowed.room.spend(length_s)
-            in_gap = allowed is None or allowed.in_gap
-            self._launched.append(_Launched(end, which, length_s, factor, in_gap, step))
-            if isinstance(end, PieceSpan):
-                self._queued[id(background)].append(end)
-                if (back := max(self._newest - step, 0)) < len(self.spans):
-                    self.spans[-1 - back].pieces.append(end)
-            return True
-        return False
-
-    def _in_turn(self) -> list[Filler]:
-        """The background jobs that are here, neither over nor stuck, those that have got least first."""
-        here = (x for x in self.backgrounds if not x.ended and x.where in ("here", "leaving"))
-        return sorted((x for x in here if id(x) not in self._stuck), key=lambda background: background.done_s)
+    def _note(self, step: int, piece: PieceSpan) -> None:
+        """A piece was started; where the foreground idles before a step, it is drawn with the one before."""
+        if (back := max(self._newest - step, 0)) < len(self.spans):
+            self.spans[-1 - back].pieces.append(piece)
 
     def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
         """Waits for a step's end and has the controller decide on the next one."""
-        while self._to_start and not ends[-1].query():  # type: ignore[no-untyped-call]
-            self._start_more()
+        while self.launches.is_waiting and not ends[-1].query():  # type: ignore[no-untyped-call]
+            self.launches.start_more()
             time.sleep(NAP_S)
         ends[-1].synchronize()
-        self._drop_late(step)
-        done: list[_Launched] = []
-        under_way: list[_Launched] = []
-        for piece in self._launched:
-            (done if piece.end.query() else under_way).append(piece)  # asked once: it may end at any moment
-        self._launched = under_way
+        self.launches.drop_late(step)
+        done = self.launches.ended()
         if len(ends) > 1:
             time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
             resumed = self._resumed.pop(step, None)
             paused_s = float(ends[-2].elapsed_time(resumed)) / 1e3 if resumed is not None else 0.0
-            self._observe(time_s, done, step, paused_s=max(paused_s, 0.0))
+            self._observe(time_s, self.launches.work_in(step, time_s, done), paused_s=max(paused_s, 0.0))
         self._read_foreground()
         for background in self.backgrounds:
             background.look_after()
             if background.ended:
-                self._prices.forget(id(background))
+                self.launches.prices.forget(id(background))
 
-    def _observe(self, time_s: float, done: Sequence[_Launched], step: int, *, paused_s: float) -> None:
-        """A step in which nothing ended may still have had a part of a long piece in it: then it was not alone.
-
-        A pause is measured as a part of the step; the controller is told of it apart.
-        """
-        parts = [(piece, piece.length_s - piece.counted_s) for piece in done]
-        there = (piece for piece in self._launched if piece.step <= step and not self._is_hung(piece, step))
-        under_way = next(there, None)
-        if under_way is not None and sum(part_s for _, part_s in parts) == 0:
-            part_s = min(under_way.length_s - under_way.counted_s, time_s) / 2
-            under_way.counted_s += part_s
-            parts = [(under_way, part_s)]
-        if paused_s > _LEAST_PAUSE_S:
+    def _observe(self, time_s: float, work: Work, *, paused_s: float) -> None:
+        """A pause is measured as a part of the step; the controller is told of it apart."""
+        paused = paused_s > _LEAST_PAUSE_S
+        if paused:
             self.measured.paused_s[len(self.measured.step_s)] = paused_s
             self.controller.charge_pause(paused_s)
-        taken = StepTaken(
-            time_s=max(time_s - paused_s, 1e-9),
-            overlapped_s=sum(part_s * piece.factor for piece, part_s in parts if not piece.in_gap),
-            in_gaps_s=sum(part_s for piece, part_s in parts if piece.in_gap),
-        )
+        taken = StepTaken(time_s=max(time_s - paused_s, 1e-9), overlapped_s=work.overlapped_s, in_gaps_s=work.in_gaps_s)
         self._allowance = self.controller.observe(taken)
-        if under_way is None and paused_s <= _LEAST_PAUSE_S and all(piece.step == step for piece in done):
-            self._learn_prices(taken, [piece.which for piece in done if not piece.in_gap])
+        if not paused:
+            self.launches.learn(taken, work.pieces)
         self.measured.step_s.append(time_s)
-        self.measured.background_s.append(sum(part_s for _, part_s in parts))
-
-    def _learn_prices(self, taken: StepTaken, pieces: Sequence[Piece]) -> None:
-        """Which of these pieces cost more than others, from a step that had them whole, and no part of another."""
-        base = self.controller.base
-        if pieces and base.num_samples:
-            added_s = taken.time_s - base.median_s - self.controller.gap_cost.value * taken.in_gaps_s
-            self._prices.learn(pieces, added_s, error_s=base.noise * base.median_s)
+        self.measured.background_s.append(work.length_s)
 
     def _read_foreground(self, *, all_of_them: bool = False) -> None:
         before = len(self.foreground.losses)
         if not self.foreground.read(all_of_them=all_of_them) and not self._allow_nan:
             bad = next(i for i, x in enumerate(self.foreground.losses[before:], before) if not math.isfinite(x[0]))
             raise RunError(not_finite(self.foreground.losses[bad][0], bad))
-
-
-def _which(background: Filler) -> Piece:
-    """Its next piece."""
-    return id(background), background.next_place
 
 
 @contextlib.contextmanager

@@ -1,0 +1,240 @@
+"""Background pieces on a GPU: which are started for a step of the foreground, which are under way, what each costs.
+
+Takes what a step allows, from the controller, and the events at which the step and its gaps begin; starts pieces behind
+these, of the job in turn that has got least. Says, after a step, what ran in it. Three things bound what is started:
+
+    credit   what the step allows, beside compute by each piece's own price (`prices.py`), in gaps by its length
+    room     the time that the step computes: more would run on into its gaps, and be late for all that follows
+    queue    what a stream's queue holds; the rest is started as pieces end, or never if its step is over by then
+
+Ignores what the foreground does: `gpu.py` runs it, and tells the controller.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from burstpool.share.at_work import Filler, Marker, PieceSpan
+from burstpool.share.budget import Allowance, Controller, Credit, StepTaken
+from burstpool.share.prices import Piece, Prices
+
+_IN_FLIGHT = 2
+"""Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
+_MOST_QUEUED = 128
+"""Pieces of a background that were started and have not ended. A queue holds some 1,000 entries, of which a piece takes
+four; a thread that finds it full waits, and the foreground's next step with it."""
+_LEAST_BUSY = 0.05
+"""Share of a step in which the foreground computes, at least: its gaps may be shorter than the schedule says."""
+_HUNG_STEPS, _HUNG_LENGTHS = 16, 20
+"""A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
+
+
+@dataclass(slots=True)
+class Launched:
+    """A background piece that was started and may not have ended."""
+
+    end: Marker
+    which: Piece
+    """The same in every step of the background."""
+    length_s: float
+    """By its time alone."""
+    factor: float
+    """What it costs the foreground, over what average work of its length does; 1 in gaps."""
+    in_gap: bool
+    step: int
+    """The foreground's step with which it was started."""
+    counted_s: float = 0.0
+    """What of it was counted in steps that it did not end in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    """Background work that may be started for a step, of which some may have been."""
+
+    step: int
+    gate: torch.cuda.Event
+    credit: Credit
+    """By prices; in gaps by lengths."""
+    room: Credit
+    """By lengths: as much as there is time for."""
+    saved: Credit
+    """Where what is left of the credit goes."""
+    in_gap: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What ran in a step of the foreground."""
+
+    length_s: float
+    """All of it, by its time alone."""
+    overlapped_s: float
+    """Beside compute, by prices."""
+    in_gaps_s: float
+    pieces: tuple[Piece, ...]
+    """Those beside compute, where all of the step's work ran in it and nothing else did; else none."""
+
+
+class Launches:
+    """Of all background jobs of a GPU."""
+
+    def __init__(
+        self, backgrounds: Sequence[Filler], controller: Controller, note: Callable[[int, PieceSpan], None]
+    ) -> None:
+        """`note` is called with each piece that is started, and its step."""
+        self._backgrounds, self._controller, self._note = backgrounds, controller, note
+        self._overlapped, self._in_gaps = Credit(), [Credit() for _ in controller.gaps]
+        self._to_start: collections.deque[_Allowed] = collections.deque()
+        self.under_way: list[Launched] = []
+        """Pieces that had not ended when `ended` was last asked."""
+        self._queued: dict[int, collections.deque[PieceSpan]] = {}
+        """The same by background, without those of other processes."""
+        self._stuck: set[int] = set()
+        """Backgrounds with a piece that may never end."""
+        self.prices = Prices()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is more to start than the queues held."""
+        return bool(self._to_start)
+
+    def allow(self, step: int, gates: Sequence[torch.cuda.Event], allowance: Allowance) -> None:
+        """Starts what a step allows, less what earlier ones started and the GPU has not got round to."""
+        hung = [piece for piece in self.under_way if self._is_hung(piece, step)]
+        self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
+        behind_s = sum(piece.length_s for piece in self.under_way if piece.step < step - 1 and piece not in hung)
+        allowed = [(gates[0], self._overlapped, allowance.overlapped_s, self._busy_s())]
+        allowed += [(*rest, math.inf) for rest in zip(gates[1:], self._in_gaps, allowance.gaps_s, strict=True)]
+        for place, (gate, saved, allowed_s, room_s) in enumerate(allowed):
+            less_s = min(behind_s, allowed_s)
+            behind_s -= less_s
+            self._allow(_Allowed(step, gate, Credit(allowed_s - less_s), Credit(room_s), saved, in_gap=place > 0))
+        self.start_more()
+
+    def _allow(self, allowed: _Allowed) -> None:
+        waiting = self._in_turn()
+        if allowed.credit.left_s <= 0 or not waiting:
+            return
+        # The longest, as the first in turn may have no samples, and what it leaves must add up to a piece of another.
+        longest_s = max(self._factor(background, allowed) * background.next_s for background in waiting)
+        allowed.saved.add(allowed.credit.take(), piece_s=longest_s)
+        allowed.credit.left_s = allowed.saved.take()
+        allowed.room.left_s = max(allowed.room.left_s, *(background.next_s for background in waiting))
+        self._to_start.append(allowed)
+
+    def start_more(self) -> None:
+        """Starts what may be started, in order, as far as the queues hold it."""
+        while self._to_start:
+            allowed = self._to_start[0]
+            while self._start_next(allowed.step, allowed):
+                pass
+            if any(self._is_full(background) for background in self._in_turn()):
+                return
+            self._to_start.popleft()
+            allowed.saved.left_s += allowed.credit.take()
+
+    def drop_late(self, step: int) -> None:
+        """What was to be started for this step or earlier ones and was not: they are over."""
+        while self._to_start and self._to_start[0].step <= step:
+            self._to_start.popleft()
+
+    def start_idle(self, step: int) -> bool:
+        """Starts a piece while the foreground idles before a step, unless enough are on the way; whether it did."""
+        waiting = sum(not piece.end.query() for piece in self.under_way if piece.which[0] not in self._stuck)
+        return waiting < _IN_FLIGHT and self._start_next(step, None)
+
+    def _start_next(self, step: int, allowed: _Allowed | None) -> bool:
+        """Starts a piece of the first background job in turn that has one ready; whether one had.
+
+        `allowed` is None while the foreground idles. Credit that is too small for a piece is saved for it: spent on
+        others with shorter pieces, it would never suffice.
+        """
+        for background in self._in_turn():
+            if self._is_full(background):
+                continue
+            which, length_s, factor = _which(background), background.next_s, self._factor(background, allowed)
+            if allowed and not (allowed.credit.covers(factor * length_s) and allowed.room.covers(length_s)):
+                return False
+            end = background.launch(allowed.gate if allowed else None)
+            if end is None:
+                continue
+            if allowed:
+                allowed.credit.spend(factor * length_s)
+                allowed.room.spend(length_s)
+            in_gap = allowed is None or allowed.in_gap
+            self.under_way.append(Launched(end, which, length_s, factor, in_gap, step))
+            if isinstance(end, PieceSpan):
+                self._queued[id(background)].append(end)
+                self._note(step, end)
+            return True
+        return False
+
+    def _in_turn(self) -> list[Filler]:
+        """The background jobs that are here, neither over nor stuck, those that have got least first."""
+        here = (x for x in self._backgrounds if not x.ended and x.where in ("here", "leaving"))
+        return sorted((x for x in here if id(x) not in self._stuck), key=lambda background: background.done_s)
+
+    def _factor(self, background: Filler, allowed: _Allowed | None) -> float:
+        """What its next piece costs the foreground, over what average work does; in gaps nobody asks."""
+        if allowed is None or allowed.in_gap:
+            return 1.0
+        return self.prices.meet(_which(background), background.next_s)
+
+    def _is_full(self, background: Filler) -> bool:
+        queued = self._queued.setdefault(id(background), collections.deque())
+        while queued and queued[0].query():
+            queued.popleft()
+        return len(queued) >= _MOST_QUEUED
+
+    def _is_hung(self, piece: Launched, step: int) -> bool:
+        age = step - piece.step
+        return age > _HUNG_STEPS and age * (self._controller.alone_s or 0.0) > _HUNG_LENGTHS * piece.length_s
+
+    def _busy_s(self) -> float:
+        alone_s, gaps_s = self._controller.alone_s, sum(gap.length_s for gap in self._controller.gaps)
+        if alone_s is None or not gaps_s:
+            return math.inf
+        return self._controller.budget.slowdown * max(alone_s - gaps_s, _LEAST_BUSY * alone_s)
+
+    def ended(self) -> list[Launched]:
+        """Pieces that have ended since this was last asked."""
+        done: list[Launched] = []
+        under_way: list[Launched] = []
+        for piece in self.under_way:
+            (done if piece.end.query() else under_way).append(piece)  # asked once: it may end at any moment
+        self.under_way = under_way
+        return done
+
+    def work_in(self, step: int, time_s: float, done: Sequence[Launched]) -> Work:
+        """What ran in a step of such a length, by what ended in it.
+
+        A step in which nothing ended may still have had a part of a long piece in it: then it was not alone.
+        """
+        parts = [(piece, piece.length_s - piece.counted_s) for piece in done]
+        there = [piece for piece in self.under_way if piece.step <= step and not self._is_hung(piece, step)]
+        if there and sum(part_s for _, part_s in parts) == 0:
+            part_s = min(there[0].length_s - there[0].counted_s, time_s) / 2
+            there[0].counted_s += part_s
+            parts = [(there[0], part_s)]
+        whole = not there and all(piece.step == step for piece in done)
+        return Work(
+            length_s=sum(part_s for _, part_s in parts),
+            overlapped_s=sum(part_s * piece.factor for piece, part_s in parts if not piece.in_gap),
+            in_gaps_s=sum(part_s for piece, part_s in parts if piece.in_gap),
+            pieces=tuple(piece.which for piece in done if not piece.in_gap) if whole else (),
+        )
+
+    def learn(self, taken: StepTaken, pieces: Sequence[Piece]) -> None:
+        """Which of these pieces cost more than others, from a step that had them whole and no part of another."""
+        base = self._controller.base
+        if pieces and base.num_samples:
+            added_s = taken.time_s - base.median_s - self._controller.gap_cost.value * taken.in_gaps_s
+            self.prices.learn(pieces, added_s, error_s=base.noise * base.median_s)
+
+
+def _which(background: Filler) -> Piece:
+    """Its next piece."""
+    return id(background), background.next_place
