@@ -29,7 +29,6 @@ def recording(
         graph.register_generator_state(generator)
     pool = pool or torch.cuda.graph_pool_handle()  # a graph does not tell its own after it has failed
     before, first = torch.cuda.current_stream(), None
-    device = (stream or before).device
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
@@ -40,7 +39,7 @@ def recording(
     except BaseException as error:
         torch.cuda.set_stream(before)
         with contextlib.suppress(RuntimeError):  # where memory is missing for this, too, the first error says so
-            abandon(device, pool, generators)
+            abandon((stream or before).device, pool, generators)
         raise first or error from None
     finally:
         first = None  # it holds this frame, and all that the recorded code had made
