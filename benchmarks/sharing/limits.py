@@ -74,7 +74,8 @@ def limit(foreground: Shares, background: Shares, slowdown: float) -> Limit:
         "arithmetic": (1 - foreground.arithmetic / slowdown) / background.arithmetic,
     }
     by = min(bounds, key=bounds.__getitem__)
-    return Limit(kept=bounds[by], by=by, sum_of_shares=1 / slowdown + bounds[by])
+    kept = max(bounds[by], 0.0)
+    return Limit(kept=kept, by=by, sum_of_shares=1 / slowdown + kept)
 
 
 def used_together(foreground: Shares, background: Shares, row: Mapping[str, Any]) -> Shares:

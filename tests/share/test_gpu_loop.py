@@ -100,6 +100,32 @@ def test_work_for_a_gap_runs_in_that_gap(clock: Clock, every_s: float) -> None:
     assert sum(late) < 0.12 * len(late)  # what was in the queue when the step was over
 
 
+def test_while_one_queue_is_full_nothing_is_put_into_that_of_a_background_without_samples(clock: Clock) -> None:
+    busy, hungry = background(clock, *[2e-4] * 20), background(clock, 2e-4, feeder=FakeFeeder(clock, every_s=math.inf))
+    waits: list[Any] = []
+    hungry.work.steps.stream.wait_event = waits.append  # type: ignore[method-assign]
+    SharedGpu(job(clock, STEP_S), [busy, hungry], BUDGET, program=[0, Idle(length_s=20 * STEP_S)]).run(20)
+    assert busy.steps_done > 50
+    assert not waits
+
+
+def test_what_runs_in_a_long_wait_is_counted_and_not_kept(clock: Clock) -> None:
+    foreground, beside = job(clock, STEP_S, feeder=FakeFeeder(clock, every_s=0.4)), background(clock, *[1e-3] * 7)
+    gpu = SharedGpu(foreground, [beside], BUDGET)
+    kept: list[int] = []
+    launch = gpu.launches.start_idle
+
+    def watched(step: int) -> bool:
+        kept.append(len(gpu.launches.under_way))
+        return launch(step)
+
+    gpu.launches.start_idle = watched  # type: ignore[method-assign]
+    gpu.run(16)
+    assert 128 <= max(kept) < 140
+    assert counted_s(gpu) == pytest.approx(beside.done_s, rel=0.02)
+    assert beside.done_s > 6 * 0.35
+
+
 def test_a_piece_that_takes_no_time_does_no_harm(clock: Clock) -> None:
     foreground, beside = job(clock, STEP_S), background(clock, 3e-4, 0.0, 2e-4)
     SharedGpu(foreground, [beside], BUDGET).run(60)

@@ -55,6 +55,20 @@ def test_noise_alone_teaches_little() -> None:
     assert sum((x - 1) ** 2 for x in found) / len(found) < 0.4**2
 
 
+@pytest.mark.parametrize("true", [[1.0], [0.0, 4.0], [0.0] * 5 + [4.0] * 2, [1.0] * 7])
+def test_prices_stay_right_however_long_a_foreground_with_hiccups_runs(true: list[float]) -> None:
+    draw, prices = random.Random(0), Prices()
+    for step in range(20_000):
+        place = step % len(true)
+        prices.meet((0, place), LENGTH_S)
+        hiccup_s = 5 * LENGTH_S if draw.random() < 0.03 else 0.0
+        prices.learn([(0, place)], 0.5 * true[place] * LENGTH_S + hiccup_s, error_s=0.01 * LENGTH_S)
+    mean = sum(true) / len(true)
+    found = [prices.meet((0, place), LENGTH_S) for place in range(len(true))]
+    assert found == pytest.approx([max(x / mean, 0.2) for x in true], rel=0.25)
+    assert prices._mean == pytest.approx(1.0)
+
+
 def test_a_background_that_has_ended_is_forgotten() -> None:
     prices = Prices()
     for _ in range(40):

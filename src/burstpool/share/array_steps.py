@@ -140,7 +140,7 @@ class ArrayStep:
     def _capture_again(self) -> None:
         try:
             self._cut_graph(self._cuts)
-            if len(self.pieces) == len(self.piece_times_s):
+            if self._cuts is not None and len(self.pieces) == len(self.piece_times_s):
                 return
         except CaptureError as error:
             if ran_out(error):

@@ -217,10 +217,16 @@ class BackgroundWork:
 
     def _launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
         steps = self.work.steps
+        if self.ended or self.where == "away":
+            return None
+        batch = self._next_batch() if self._next == 0 else None
+        if self._next == 0 and batch is None:
+            return None
         if gate is not None:
             steps.stream.wait_event(gate)
-        if self.ended or self.where == "away" or (self._next == 0 and not self._begin()):
-            return None
+        if batch is not None:
+            steps.begin(batch)
+            self.work.feeder.used(steps.stream)
         self.done_s += self.next_s
         begin = recorded(steps.stream, timing=True)
         with torch.cuda.stream(steps.stream):
@@ -277,23 +283,19 @@ class BackgroundWork:
         self.ended = reason
         self.close()
 
-    def _begin(self) -> bool:
+    def _next_batch(self) -> list[list[Batch]] | None:
+        """Samples for a step, if there are any and it is to begin one."""
         if self.where == "leaving":
-            return False
+            return None
         try:
-            batch = self.work.feeder.take()
+            return self.work.feeder.take()
         except ShareError as error:
             self._failures += 1
             if self._failures >= MOST_RESTARTS:
                 self.end(str(error))
             else:
                 self.work.feeder.restart()
-            return False
-        if batch is None:
-            return False
-        self.work.steps.begin(batch)
-        self.work.feeder.used(self.work.steps.stream)
-        return True
+            return None
 
 
 def in_a_line(error: Exception) -> str:

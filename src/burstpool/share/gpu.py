@@ -50,7 +50,8 @@ from burstpool.share.waiting import waiter
 
 _LEAST_PAUSE_S = 1e-4
 """What is shorter is the device's own way from one step to the next."""
-_KEPT_SPANS = 40
+_KEPT_SPANS, _KEPT_PIECES = 40, 1000
+"""Steps that can be drawn, and pieces of each: a foreground may wait for minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +213,8 @@ class SharedGpu:
 
     def _note(self, step: int, piece: PieceSpan) -> None:
         """A piece was started; where the foreground idles before a step, it is drawn with the one before."""
-        if (back := max(self._newest - step, 0)) < len(self.spans):
+        back = max(self._newest - step, 0)
+        if back < len(self.spans) and len(self.spans[-1 - back].pieces) < _KEPT_PIECES:
             self.spans[-1 - back].pieces.append(piece)
 
     def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
@@ -231,7 +233,7 @@ class SharedGpu:
         self._read_foreground()
         for background in self.backgrounds:
             background.look_after()
-            if background.ended:
+            if background.ended or background.where == "away":
                 self.launches.prices.forget(id(background))
 
     def _observe(self, time_s: float, work: Work, *, paused_s: float) -> None:

@@ -169,9 +169,10 @@ class GraphStep:
             self._capture_again()
 
     def _capture_again(self) -> None:
+        known = self._cuts
         try:
-            self._cut_graphs(self._cuts)
-            if len(self.pieces) == len(self.piece_times_s):
+            self._cut_graphs(known)
+            if known and len(self.pieces) == len(self.piece_times_s):
                 return
         except CaptureError as error:
             if ran_out(error):

@@ -23,6 +23,8 @@ from burstpool.share.prices import Piece, Prices
 
 _IN_FLIGHT = 2
 """Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
+_LOOKED_AT = 16
+"""The newest pieces, among which those on the way are."""
 _MOST_QUEUED = 128
 """Pieces of a background that were started and have not ended. A queue holds some 1,000 entries, of which a piece takes
 four; a thread that finds it full waits, and the foreground's next step with it."""
@@ -32,7 +34,7 @@ _HUNG_STEPS, _HUNG_LENGTHS = 16, 20
 """A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Launched:
     """A background piece that was started and may not have ended."""
 
@@ -90,6 +92,8 @@ class Launches:
         self._to_start: collections.deque[_Allowed] = collections.deque()
         self.under_way: list[Launched] = []
         """Pieces that had not ended when `ended` was last asked."""
+        self._ended_in_gaps_s = 0.0
+        """Work of pieces that ended in a long wait of the foreground, since then."""
         self._queued: dict[int, collections.deque[PieceSpan]] = {}
         """The same by background, without those of other processes."""
         self._stuck: set[int] = set()
@@ -103,9 +107,10 @@ class Launches:
 
     def allow(self, step: int, gates: Sequence[torch.cuda.Event], allowance: Allowance) -> None:
         """Starts what a step allows, less what earlier ones started and the GPU has not got round to."""
-        hung = [piece for piece in self.under_way if self._is_hung(piece, step)]
+        hung = {piece for piece in self.under_way if self._is_hung(piece, step)}
         self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
-        behind_s = sum(piece.length_s for piece in self.under_way if piece.step < step - 1 and piece not in hung)
+        late = (piece for piece in self.under_way if piece.step < step - 1 and piece not in hung)
+        behind_s = sum(piece.length_s * piece.factor for piece in late)
         allowed = [(gates[0], self._overlapped, allowance.overlapped_s, self._busy_s())]
         allowed += [(*rest, math.inf) for rest in zip(gates[1:], self._in_gaps, allowance.gaps_s, strict=True)]
         for place, (gate, saved, allowed_s, room_s) in enumerate(allowed):
@@ -131,20 +136,27 @@ class Launches:
             allowed = self._to_start[0]
             while self._start_next(allowed.step, allowed):
                 pass
-            if any(self._is_full(background) for background in self._in_turn()):
+            if any(self._is_full(background) and self._covers(allowed, background) for background in self._in_turn()):
                 return
-            self._to_start.popleft()
-            allowed.saved.left_s += allowed.credit.take()
+            self._give_up_first()
 
     def drop_late(self, step: int) -> None:
         """What was to be started for this step or earlier ones and was not: they are over."""
         while self._to_start and self._to_start[0].step <= step:
-            self._to_start.popleft()
+            self._give_up_first()
+
+    def _give_up_first(self) -> None:
+        allowed = self._to_start.popleft()
+        allowed.saved.left_s += allowed.credit.take()
 
     def start_idle(self, step: int) -> bool:
         """Starts a piece while the foreground idles before a step, unless enough are on the way; whether it did."""
-        waiting = sum(not piece.end.query() for piece in self.under_way if piece.which[0] not in self._stuck)
-        return waiting < _IN_FLIGHT and self._start_next(step, None)
+        if len(self.under_way) > _MOST_QUEUED:  # a long wait: what has ended is added up instead of kept
+            gone = {piece for piece in self.under_way if piece.in_gap and piece.end.query()}
+            self._ended_in_gaps_s += sum(piece.length_s - piece.counted_s for piece in gone)
+            self.under_way = [piece for piece in self.under_way if piece not in gone]
+        last = (piece for piece in self.under_way[-_LOOKED_AT:] if piece.which[0] not in self._stuck)
+        return sum(not piece.end.query() for piece in last) < _IN_FLIGHT and self._start_next(step, None)
 
     def _start_next(self, step: int, allowed: _Allowed | None) -> bool:
         """Starts a piece of the first background job in turn that has one ready; whether one had.
@@ -156,7 +168,7 @@ class Launches:
             if self._is_full(background):
                 continue
             which, length_s, factor = _which(background), background.next_s, self._factor(background, allowed)
-            if allowed and not (allowed.credit.covers(factor * length_s) and allowed.room.covers(length_s)):
+            if allowed and not self._covers(allowed, background):
                 return False
             end = background.launch(allowed.gate if allowed else None)
             if end is None:
@@ -182,6 +194,11 @@ class Launches:
         if allowed is None or allowed.in_gap:
             return 1.0
         return self.prices.meet(_which(background), background.next_s)
+
+    def _covers(self, allowed: _Allowed, background: Filler) -> bool:
+        """Whether there is credit and room for its next piece."""
+        length_s = background.next_s
+        return allowed.credit.covers(self._factor(background, allowed) * length_s) and allowed.room.covers(length_s)
 
     def _is_full(self, background: Filler) -> bool:
         queued = self._queued.setdefault(id(background), collections.deque())
@@ -213,17 +230,18 @@ class Launches:
 
         A step in which nothing ended may still have had a part of a long piece in it: then it was not alone.
         """
+        idle_s, self._ended_in_gaps_s = self._ended_in_gaps_s, 0.0
         parts = [(piece, piece.length_s - piece.counted_s) for piece in done]
         there = [piece for piece in self.under_way if piece.step <= step and not self._is_hung(piece, step)]
-        if there and sum(part_s for _, part_s in parts) == 0:
+        if there and idle_s + sum(part_s for _, part_s in parts) == 0:
             part_s = min(there[0].length_s - there[0].counted_s, time_s) / 2
             there[0].counted_s += part_s
             parts = [(there[0], part_s)]
-        whole = not there and all(piece.step == step for piece in done)
+        whole = not there and not idle_s and all(piece.step == step for piece in done)
         return Work(
-            length_s=sum(part_s for _, part_s in parts),
+            length_s=idle_s + sum(part_s for _, part_s in parts),
             overlapped_s=sum(part_s * piece.factor for piece, part_s in parts if not piece.in_gap),
-            in_gaps_s=sum(part_s for piece, part_s in parts if piece.in_gap),
+            in_gaps_s=idle_s + sum(part_s for piece, part_s in parts if piece.in_gap),
             pieces=tuple(piece.which for piece in done if not piece.in_gap) if whole else (),
         )
 

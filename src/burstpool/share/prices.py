@@ -33,8 +33,9 @@ _STEPS_TO_AVERAGE = 20
 """Steps until the average cost is known."""
 _LEAST_COST = 0.02
 """Seconds a second; where an average second costs no more, there is nothing to tell apart."""
-_ODD = 4.0
-"""Standard errors beyond which a step had something else in it."""
+_ODD, _DOUBT = 4.0, 1.5
+"""Standard errors beyond which a step had something else in it; or what is known of its pieces is wrong, so that their
+variances grow, and some such steps in a row are believed."""
 
 
 @dataclass(slots=True)
@@ -73,35 +74,54 @@ class Prices:
         if any(piece not in self._factors for piece in pieces):
             return  # one of a background that has ended
         amounts_s = {piece: count * self._factors[piece].length_s for piece, count in Counter(pieces).items()}
-        prices_s = {piece: amount_s * self._factors[piece].value / self._mean for piece, amount_s in amounts_s.items()}
-        work_s = sum(prices_s.values())
+        work_s = sum(amount_s * self._factors[piece].value / self._mean for piece, amount_s in amounts_s.items())
         if work_s <= 0:
             return
-        cost = self._average_cost(added_s, work_s)
+        cost = self._cost
         if cost is None:
+            self._average(added_s, work_s, least_s=-0.5 * work_s, most_s=self._most_s(work_s))
             return
         variance = (error_s / cost) ** 2 + (_MISFIT * sum(amounts_s.values())) ** 2
         variance += sum(amount_s**2 * self._factors[piece].variance for piece, amount_s in amounts_s.items())
-        missing_s = added_s / cost - work_s
-        odd, mean = abs(missing_s) > _ODD * math.sqrt(variance), self._mean
+        usual_s, far_s = cost * work_s, cost * _ODD * math.sqrt(variance)
+        self._average(added_s, work_s, least_s=usual_s - far_s, most_s=usual_s + far_s)
+        missing_s, mean = (added_s - usual_s) / cost, self._mean
         for piece, amount_s in amounts_s.items():
             factor = self._factors[piece]
-            if not odd:
+            if abs(added_s - usual_s) <= far_s:
                 gain = factor.variance * amount_s / variance
-                self._values_s -= factor.length_s * factor.value
                 factor.value = max(factor.value + gain * missing_s * mean, _LEAST * mean)
-                self._values_s += factor.length_s * factor.value
                 factor.variance *= 1 - gain * amount_s
+            else:
+                factor.variance *= _DOUBT
             factor.variance = min(factor.variance + _DRIFT, _FIRST_VARIANCE)
+        self._make_average_1()
 
-    def _average_cost(self, added_s: float, work_s: float) -> float | None:
-        """Seconds a second, with this step; None where it is not known yet, or too little to tell pieces apart."""
-        usual_s = self._added_s / self._work_s * work_s if self._steps >= _STEPS_TO_AVERAGE else math.inf
+    @property
+    def _cost(self) -> float | None:
+        """Of an average second; None where it is not known yet, or too little to tell pieces apart."""
+        known = self._steps >= _STEPS_TO_AVERAGE and self._added_s > _LEAST_COST * self._work_s
+        return self._added_s / self._work_s if known else None
+
+    def _most_s(self, work_s: float) -> float:
+        """What a step may add to the average before pieces can be told apart."""
+        if self._steps < _STEPS_TO_AVERAGE:
+            return math.inf
+        return max(3 * self._added_s / self._work_s, 3 * _LEAST_COST) * work_s
+
+    def _average(self, added_s: float, work_s: float, *, least_s: float, most_s: float) -> None:
+        """Takes a step into the average cost; one that had something else in it only as far as is usual."""
         self._steps += 1
-        self._added_s = _MEMORY * self._added_s + min(added_s, 3 * max(usual_s, _LEAST_COST * work_s))
+        self._added_s = _MEMORY * self._added_s + min(max(added_s, least_s), most_s)
         self._work_s = _MEMORY * self._work_s + work_s
-        cost = self._added_s / self._work_s
-        return cost if self._steps >= _STEPS_TO_AVERAGE and cost > _LEAST_COST else None
+
+    def _make_average_1(self) -> None:
+        """Else values would all grow, or all shrink, for as long as anything is learnt."""
+        self._lengths_s = sum(factor.length_s for factor in self._factors.values())
+        mean = sum(factor.length_s * factor.value for factor in self._factors.values()) / self._lengths_s
+        for factor in self._factors.values():
+            factor.value /= mean
+        self._values_s = self._lengths_s
 
     @property
     def _mean(self) -> float:
