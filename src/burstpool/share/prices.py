@@ -117,19 +117,20 @@ class Prices:
 
     def _make_average_1(self) -> None:
         """Else values would all grow, or all shrink, for as long as anything is learnt."""
-        self._lengths_s = sum(factor.length_s for factor in self._factors.values())
-        mean = sum(factor.length_s * factor.value for factor in self._factors.values()) / self._lengths_s
+        self._add_up()
+        mean = self._mean
         for factor in self._factors.values():
             factor.value /= mean
-        self._values_s = self._lengths_s
+        self._add_up()
 
     @property
     def _mean(self) -> float:
         return self._values_s / self._lengths_s if self._lengths_s > 0 else 1.0
 
     def _forget(self, piece: Piece) -> None:
-        if (known := self._factors.pop(piece, None)) is not None:
-            self._lengths_s -= known.length_s
-            self._values_s -= known.length_s * known.value
-        if not self._factors:
-            self._lengths_s = self._values_s = 0.0  # but for what was lost in rounding
+        if self._factors.pop(piece, None) is not None:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        self._lengths_s = sum(factor.length_s for factor in self._factors.values())
+        self._values_s = sum(factor.length_s * factor.value for factor in self._factors.values())
