@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from ways import _fused, one_step, recorded, recorded_array
+from ways import fused_array, one_step, recorded, recorded_array
 from workloads import Task, task
 
 from burstpool.fusion.array import FusedArray
@@ -86,7 +86,7 @@ def grown(array: FusedArray, members: int) -> FusedArray:
 
 def ours(task: Task, members: int, memory: AbstractContextManager[Any]) -> dict[str, Any]:
     """Our array's step, operators by the rules' own choice, recorded where there is a GPU, and replayed twice."""
-    base = [_fused(task, 2, "rules")]
+    base = [fused_array(task, 2, "rules")]
     with memory:
         array = grown(base.pop(), members)
         step = recorded_array(task, array, compiled=False)

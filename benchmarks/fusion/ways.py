@@ -164,7 +164,8 @@ def vmap_compiled(task: Task, members: int) -> Made:
     return lambda: (recorded(step), members)
 
 
-def _fused(task: Task, members: int, mode: Any) -> Any:
+def fused_array(task: Task, members: int, mode: Any) -> Any:
+    """The task's models as an array, with its optimizer."""
     array = fuse(task.models(members), task.inputs, mode=mode)
     attach(array, [task.job] * members)
     return array
@@ -172,7 +173,7 @@ def _fused(task: Task, members: int, mode: Any) -> Any:
 
 def fused_eager(task: Task, members: int, mode: Any = "rules") -> Made:
     """This package, without a recorded step."""
-    array = _fused(task, members, mode)
+    array = fused_array(task, members, mode)
     optimizer = array.optimizers[0]
 
     def step() -> None:
@@ -192,8 +193,8 @@ def fused_fastest(task: Task, members: int) -> Made:
 
 def ours(task: Task, members: int) -> Made:
     """This package: `mode="fastest"`, the whole step recorded, compiled where that is faster."""
-    recorded_array(task, _fused(task, 2, "measured"), compiled=False)  # compiles our kernels into their cache
-    array = _fused(task, members, "fastest")
+    recorded_array(task, fused_array(task, 2, "measured"), compiled=False)  # compiles our kernels into their cache
+    array = fused_array(task, members, "fastest")
     ways, _ = compiled_ways(array, task.job.loss, autocast=task.dtype)
     for way in ways.values() if task.compiled else ():
         with contextlib.suppress(Exception):  # a way that cannot be had; the step says why

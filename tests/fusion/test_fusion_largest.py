@@ -130,7 +130,7 @@ def test_pretended_memory_counts_what_autograd_keeps() -> None:
 
 def test_a_grown_array_trains_as_one_that_was_fused_of_as_many_copies() -> None:
     made = task("tiny_resnet", torch.device("cpu"), None)
-    arrays = [memory_use.grown(memory_use._fused(made, 2, "rules"), 5), memory_use._fused(made, 5, "rules")]
+    arrays = [memory_use.grown(memory_use.fused_array(made, 2, "rules"), 5), memory_use.fused_array(made, 5, "rules")]
     assert [len(array) for array in arrays] == [5, 5]
     steps = [memory_use.recorded_array(made, array, compiled=False) for array in arrays]
     for _ in range(3):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from burstpool.share.at_work import BackgroundWork, JobAtWork
 from burstpool.share.budget import Budget
 from burstpool.share.gpu import Idle, SharedGpu
-from burstpool.share.prices import Piece, Prices
+from burstpool.share.prices import PieceName, Prices
 
 LENGTH_S, STEP_S = 3e-4, 4e-3
 UNEQUAL = (0.2, 1.0, 2.2)
@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return fake_cuda(monkeypatch)
 
 
-def named(places: Sequence[int]) -> list[Piece]:
+def named(places: Sequence[int]) -> list[PieceName]:
     return [(0, place) for place in places]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from burstpool.share.at_work import Filler, Marker, PieceSpan
 from burstpool.share.budget import Allowance, Controller, Credit, StepTaken
-from burstpool.share.prices import Piece, Prices
+from burstpool.share.prices import PieceName, Prices
 
 _IN_FLIGHT = 2
 """Pieces on the way while the foreground idles: one runs, one waits, so that its next step begins within a piece."""
@@ -39,7 +39,7 @@ class Launched:
     """A background piece that was started and may not have ended."""
 
     end: Marker
-    which: Piece
+    which: PieceName
     """The same in every step of the background."""
     length_s: float
     """By its time alone."""
@@ -76,7 +76,7 @@ class Work:
     overlapped_s: float
     """Beside compute, by prices."""
     in_gaps_s: float
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PieceName, ...]
     """Those beside compute, where all of the step's work ran in it and nothing else did; else none."""
 
 
@@ -245,7 +245,7 @@ class Launches:
             pieces=tuple(piece.which for piece in done if not piece.in_gap) if whole else (),
         )
 
-    def learn(self, taken: StepTaken, pieces: Sequence[Piece]) -> None:
+    def learn(self, taken: StepTaken, pieces: Sequence[PieceName]) -> None:
         """Which of these pieces cost more than others, from a step that had them whole and no part of another."""
         base = self._controller.base
         if pieces and base.num_samples:
@@ -253,6 +253,6 @@ class Launches:
             self.prices.learn(pieces, added_s, error_s=base.noise * base.median_s)
 
 
-def _which(background: Filler) -> Piece:
+def _which(background: Filler) -> PieceName:
     """Its next piece."""
     return id(background), background.next_place

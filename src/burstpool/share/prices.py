@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Piece = tuple[int, int]
+PieceName = tuple[int, int]
 """Whose, and which of its pieces."""
 
 _FIRST_VARIANCE = 0.25
@@ -49,12 +49,12 @@ class Prices:
     """Factors by piece; 1 on average, by the pieces' lengths."""
 
     def __init__(self) -> None:
-        self._factors: dict[Piece, _Factor] = {}
+        self._factors: dict[PieceName, _Factor] = {}
         self._lengths_s = self._values_s = 0.0
         """Sums over all pieces: of lengths, and of lengths times values."""
         self._steps, self._added_s, self._work_s = 0, 0.0, 0.0
 
-    def meet(self, piece: Piece, length_s: float) -> float:
+    def meet(self, piece: PieceName, length_s: float) -> float:
         """The piece's factor: so many times what average work of its length costs."""
         known = self._factors.get(piece)
         if known is None or known.length_s != length_s:
@@ -69,7 +69,7 @@ class Prices:
         for piece in [piece for piece in self._factors if piece[0] == owner]:
             self._forget(piece)
 
-    def learn(self, pieces: Sequence[Piece], added_s: float, *, error_s: float) -> None:
+    def learn(self, pieces: Sequence[PieceName], added_s: float, *, error_s: float) -> None:
         """From one step: the pieces in it, and what it took longer than alone, give or take `error_s`."""
         if any(piece not in self._factors for piece in pieces):
             return  # one of a background that has ended
@@ -127,7 +127,7 @@ class Prices:
     def _mean(self) -> float:
         return self._values_s / self._lengths_s if self._lengths_s > 0 else 1.0
 
-    def _forget(self, piece: Piece) -> None:
+    def _forget(self, piece: PieceName) -> None:
         if self._factors.pop(piece, None) is not None:
             self._add_up()
 
