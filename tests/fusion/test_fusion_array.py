@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from burstpool.fusion import FusedArray, FusionError, fuse
-from burstpool.fusion.group import BackingOff, array_size, group_jobs, group_models, knee, member_bytes
+from burstpool.fusion.group import BackingOff, Groups, array_size, group_jobs, group_models, knee, member_bytes
 from burstpool.fusion.rules import RULES
 from burstpool.fusion.rules.base import Call, Lowered
 from burstpool.fusion.same import same_function
@@ -497,6 +497,15 @@ def test_jobs_group_by_model_optimizer_and_batch() -> None:
     grouping = group_jobs([load_job(f"zoo:{name}", settings) for name, settings in names])
     assert grouping.groups == ((0, 1), (2,), (3,))
     assert "batch 8" in grouping.reasons[2]
+
+
+def test_a_job_joins_a_group_whose_first_model_has_gone_to_a_device() -> None:
+    groups = Groups()
+    for settings in ({"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3, "dropout": 0.5}):
+        job = load_job("zoo:tiny_mlp", settings)
+        model = job.build_model()
+        assert groups.place(job, model) == 0, groups.reasons
+        model.to("meta")  # as its array does, on a GPU
 
 
 def test_sizes_come_from_memory_and_from_the_knee() -> None:

@@ -6,7 +6,7 @@ could not join an earlier one. Sizes come from two pure functions over measureme
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,10 @@ class Grouping:
 def group_models(models: Sequence[nn.Module], examples: Sequence[Any]) -> Grouping:
     """Groups models by the shape of their graphs; an example for each, as `fuse` takes it."""
     return _grouped(
-        [_Candidate(model, model_arguments(example), "") for model, example in zip(models, examples, strict=True)]
+        [
+            _Candidate(model, lambda model=model: model, model_arguments(example), "")  # type: ignore[misc]
+            for model, example in zip(models, examples, strict=True)
+        ]
     )
 
 
@@ -99,7 +102,7 @@ def _candidate(job: "Job", model: nn.Module, batch: int | None) -> "_Candidate":
     schedule = "a schedule" if job.scheduler else "no schedule"
     loss = getattr(job.loss, "__qualname__", type(job.loss).__name__)
     text = f"{' '.join([type(optimizer).__name__, *flags])}, {schedule}, loss {loss}, batch {batch or job.batch}"
-    return _Candidate(model, job.example(batch or job.batch), text, job.loss)
+    return _Candidate(model, job.build_model, job.example(batch or job.batch), text, job.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ class _Candidate:
     """A model and what else must agree."""
 
     model: nn.Module
+    build: Callable[[], nn.Module]
+    """The same model, where the example is: whoever has `model` may have moved it to a device by then."""
     example: Example
     setting: str
     loss: Callable[..., Any] | None = None
@@ -116,8 +121,7 @@ class _Group:
     """A group in the making: its graph is captured when a second model of the same state comes."""
 
     def __init__(self, index: int, first: _Candidate) -> None:
-        self.members, self.first = [index], first
-        self._empty = skeleton(first.model)
+        self.members, self.first = [index], replace(first, model=skeleton(first.model))
         self._mode: Mode | None = None
 
     def add(self, index: int, other: _Candidate) -> None:
@@ -127,11 +131,11 @@ class _Group:
         if self.first.loss and other.loss and not same_function(self.first.loss, other.loss):
             raise FusionError("its loss is not surely the other's: other code, or other values in it")
         empty = skeleton(other.model)
-        check_same_state(self._empty, empty, member=index)
+        check_same_state(self.first.model, empty, member=index)
         if _shapes(other.example) != _shapes(self.first.example):
             raise FusionError(f"its input is {_shapes(other.example)}, the other's {_shapes(self.first.example)}")
         if self._mode is None:
-            self._mode = Mode([self._empty], lambda _: self.first.model, self.first.example)
+            self._mode = Mode([self.first.model], lambda _: self.first.build(), self.first.example)
         self._mode.admit(empty, lambda: other.model)
         self.members.append(index)
 
