@@ -2,7 +2,7 @@
 
     python benchmarks/sharing/cuda.py                                              all pairs
     python benchmarks/sharing/cuda.py --foregrounds vgg16:4 --backgrounds resnet18:8 --seconds 5
-    python benchmarks/sharing/cuda.py --foregrounds vgg16:4 --backgrounds resnet50:32 --ways ours --seconds 60
+    python benchmarks/sharing/cuda.py --pairs vgg16:4+resnet50:32,vgg16:1+array:16 --ways ours --seconds 60
 
 Ways: two processes (the driver's time slices); two processes under MPS, the background with a share of the threads;
 one process with two streams, of the same and of different priority, nothing held back; ours at several budgets; ours
@@ -41,6 +41,8 @@ BACKGROUNDS = "resnet50:32,resnet18:8,array:16"
 BUDGETS = (1.05, 1.10, 1.20)
 MPS_PERCENT = (100, 50, 30, 10)
 LEAST_STEPS = 80
+LONGEST_ALONE_S = 3.0
+"""For which the foreground runs alone before a line of ours, and after it."""
 LONG_STEP_S = 0.03
 """Of steps longer than that, half as many are the least."""
 LEAD_S = 0.1
@@ -292,21 +294,21 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
     from burstpool.share.budget import Budget
     from burstpool.share.gpu import Idle, SharedGpu
 
-    def alone(share_of_time: float) -> list[float]:
+    def alone() -> list[float]:
         gpu = SharedGpu(foreground, (), Budget(slowdown=budget), program=program)
-        gpu.run(max(int(share_of_time * seconds / step_s), least_steps // 3))
+        gpu.run(max(int(min(0.15 * seconds, LONGEST_ALONE_S) / step_s), least_steps // 3))
         return gpu.measured.step_s[5:]
 
     idle_s = sum(part.length_s for part in program or () if isinstance(part, Idle))
     step_s = foreground.steps.alone_s + idle_s
     least_steps = LEAST_STEPS if step_s < LONG_STEP_S else LEAST_STEPS // 2
     plain_s = plain_loop(foreground.steps, foreground.feeder, 40) if program is None else 0.0
-    before = alone(0.15)
+    before = alone()
     begun = time.monotonic()
     gpu = SharedGpu(foreground, (background,), Budget(slowdown=budget), program=program)
     gpu.run(max(int(seconds / step_s), least_steps))
     took_s = time.monotonic() - begun
-    after = alone(0.15)
+    after = alone()
     alone_s = statistics.mean(before + after)
     times = gpu.measured.step_s[20:]
     work_s = sum(gpu.measured.background_s[20:])
@@ -453,14 +455,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--foregrounds", default=FOREGROUNDS)
     parser.add_argument("--backgrounds", default=BACKGROUNDS)
+    parser.add_argument("--pairs", default="", help="instead of all of these with all of those: vgg16:4+resnet50:32,…")
     parser.add_argument("--ways", default="ours,gaps,streams,priority,processes,mps")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--at-once", type=int, default=4, help="foregrounds whose processes fit in the GPU's memory")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    foregrounds = [Which.parse(text) for text in args.foregrounds.split(",")]
-    backgrounds = [Which.parse(text) for text in args.backgrounds.split(",")]
+    pairs = [
+        (Which.parse(foreground), Which.parse(background))
+        for foreground, background in (
+            (text.split("+") for text in args.pairs.split(","))
+            if args.pairs
+            else itertools.product(args.foregrounds.split(","), args.backgrounds.split(","))
+        )
+    ]
+    foregrounds = list(dict.fromkeys(foreground for foreground, _ in pairs))
     ways, budgets = set(args.ways.split(",")), [float(text) for text in args.budgets.split(",")]
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[dict[str, Any]] = []
@@ -473,11 +483,10 @@ def main() -> None:
             args.out.write_text(json.dumps(rows))
 
     with_mps = "mps" in ways and start_mps()
-    measure = functools.partial(
-        measure_some, backgrounds=backgrounds, ways=ways, budgets=budgets, seconds=args.seconds, mps=with_mps, note=note
-    )
+    measure = functools.partial(measure_some, ways=ways, budgets=budgets, seconds=args.seconds, mps=with_mps, note=note)
     for first in range(0, len(foregrounds), args.at_once):
-        measure(foregrounds[first : first + args.at_once])
+        some = foregrounds[first : first + args.at_once]
+        measure([pair for pair in pairs if pair[0] in some])
     if with_mps:
         environment = {**os.environ, **mps_environment()}
         subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False)
@@ -485,19 +494,23 @@ def main() -> None:
 
 
 def measure_some(
-    foregrounds: Sequence[Which],
+    pairs: Sequence[tuple[Which, Which]],
     *,
-    backgrounds: Sequence[Which],
     ways: set[str],
     budgets: Sequence[float],
     seconds: float,
     mps: bool,
     note: Callable[[Which, Which, str, dict[str, Any]], None],
 ) -> None:
-    """All ways for a few foregrounds: their processes are started at once, and ended."""
+    """All ways for pairs of a few foregrounds: their processes are started at once, and ended."""
+    foregrounds = list(dict.fromkeys(foreground for foreground, _ in pairs))
+    backgrounds = list(dict.fromkeys(background for _, background in pairs))
     sharers = {}
     if ways & {"ours", "gaps", "streams", "priority"}:
-        sharers = {str(which): Sharer(which, backgrounds) for which in foregrounds}
+        beside = {
+            which: [background for foreground, background in pairs if foreground == which] for which in foregrounds
+        }
+        sharers = {str(which): Sharer(which, backgrounds) for which, backgrounds in beside.items()}
     players = {}
     if "processes" in ways:
         players = {("process", str(which)): Player(which) for which in {*foregrounds, *backgrounds}}
@@ -517,7 +530,7 @@ def measure_some(
         if kind in ("process", 100):
             player.go(0.5)
             rates[kind, name] = 1 / statistics.mean(player.result()["times"])
-    for foreground, background in itertools.product(foregrounds, backgrounds):
+    for foreground, background in pairs:
         sharer = sharers.get(str(foreground))
         own_s = min((1 / rate for (_, name), rate in rates.items() if name == str(background)), default=None)
         if sharer is not None:

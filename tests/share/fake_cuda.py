@@ -1,7 +1,8 @@
 """A GPU that is only a clock: what `share/gpu.py` and `at_work.py` use of `torch.cuda` and `time`, simulated.
 
 A stream is the moment at which all that was queued on it has ended; work queued on it moves that moment. Streams do not
-slow each other down. The host's time passes only where it waits or sleeps, so that runs are the same every time.
+slow each other down. The host's time passes only where it waits or sleeps, and with each question whether an event is
+over (`asking_s`), so that runs are the same every time.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from burstpool.share import at_work, gpu
 class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.asking_s = 0.0
         self.streams: list[Stream] = []
         self.current = Stream(self)
 
@@ -52,6 +54,7 @@ class Event:
         self.at_s = max(stream.ends_s, self.clock.now_s)
 
     def query(self) -> bool:
+        self.clock.now_s += self.clock.asking_s
         return self.at_s <= self.clock.now_s
 
     def synchronize(self) -> None:

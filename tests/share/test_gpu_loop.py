@@ -56,8 +56,10 @@ def test_the_foreground_takes_all_its_steps_in_order_and_the_background_some(clo
     assert counted_s(gpu) <= beside.done_s
 
 
-def test_a_gap_of_more_pieces_than_a_queue_holds_is_filled(clock: Clock) -> None:
-    gap_s = 10 * STEP_S
+@pytest.mark.parametrize("asking_s", [0.0, 3e-6])
+def test_a_gap_of_more_pieces_than_a_queue_holds_is_filled(clock: Clock, asking_s: float) -> None:
+    """Also where a piece ends between two looks at the queue."""
+    clock.asking_s, gap_s = asking_s, 10 * STEP_S
     foreground, beside = job(clock, STEP_S / 2, STEP_S / 2), background(clock, *[2e-4] * 20)
     gpu = SharedGpu(foreground, [beside], BUDGET, program=[0, Idle(length_s=gap_s), 1])
     gpu.run(120)
@@ -86,9 +88,10 @@ def test_work_for_a_gap_runs_in_that_gap(clock: Clock, every_s: float) -> None:
     started: list[tuple[int, float]] = []
     launch = gpu.launches._start_next
 
-    def watched(step: int, allowed: Any) -> bool:
+    def watched(step: int, allowed: Any) -> Any:
+        before = beside.done_s
         found = launch(step, allowed)
-        if found and allowed and allowed.in_gap:
+        if beside.done_s > before and allowed and allowed.in_gap:
             started.append((step, steps_of(beside.work).began_s[-1]))
         return found
 

@@ -11,6 +11,7 @@ Ignores what the foreground does: `gpu.py` runs it, and tells the controller.
 """
 
 import collections
+import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,16 @@ _LEAST_BUSY = 0.05
 """Share of a step in which the foreground computes, at least: its gaps may be shorter than the schedule says."""
 _HUNG_STEPS, _HUNG_LENGTHS = 16, 20
 """A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
+
+
+class _Tried(enum.Enum):
+    """What came of trying to start a piece."""
+
+    STARTED = enum.auto()
+    QUEUE_FULL = enum.auto()
+    """One could be started when another has ended."""
+    NOTHING = enum.auto()
+    """No job has work that there is credit and room for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,9 +145,9 @@ class Launches:
         """Starts what may be started, in order, as far as the queues hold it."""
         while self._to_start:
             allowed = self._to_start[0]
-            while self._start_next(allowed.step, allowed):
+            while (tried := self._start_next(allowed.step, allowed)) is _Tried.STARTED:
                 pass
-            if any(self._is_full(background) and self._covers(allowed, background) for background in self._in_turn()):
+            if tried is _Tried.QUEUE_FULL:
                 return
             self._give_up_first()
 
@@ -156,20 +167,24 @@ class Launches:
             self._ended_in_gaps_s += sum(piece.length_s - piece.counted_s for piece in gone)
             self.under_way = [piece for piece in self.under_way if piece not in gone]
         last = (piece for piece in self.under_way[-_LOOKED_AT:] if piece.which[0] not in self._stuck)
-        return sum(not piece.end.query() for piece in last) < _IN_FLIGHT and self._start_next(step, None)
+        on_the_way = sum(not piece.end.query() for piece in last)
+        return on_the_way < _IN_FLIGHT and self._start_next(step, None) is _Tried.STARTED
 
-    def _start_next(self, step: int, allowed: _Allowed | None) -> bool:
-        """Starts a piece of the first background job in turn that has one ready; whether one had.
+    def _start_next(self, step: int, allowed: _Allowed | None) -> _Tried:
+        """Starts a piece of the first background job in turn that has one ready.
 
         `allowed` is None while the foreground idles. Credit that is too small for a piece is saved for it: spent on
         others with shorter pieces, it would never suffice.
         """
+        otherwise = _Tried.NOTHING
         for background in self._in_turn():
-            if self._is_full(background):
+            if self._is_full(background):  # asked once: a moment later it may not be, and all would seem to be done
+                if allowed and self._covers(allowed, background):
+                    otherwise = _Tried.QUEUE_FULL
                 continue
             which, length_s, factor = _which(background), background.next_s, self._factor(background, allowed)
             if allowed and not self._covers(allowed, background):
-                return False
+                return otherwise
             end = background.launch(allowed.gate if allowed else None)
             if end is None:
                 continue
@@ -181,8 +196,8 @@ class Launches:
             if isinstance(end, PieceSpan):
                 self._queued[id(background)].append(end)
                 self._note(step, end)
-            return True
-        return False
+            return _Tried.STARTED
+        return otherwise
 
     def _in_turn(self) -> list[Filler]:
         """The background jobs that are here, neither over nor stuck, those that have got least first."""
