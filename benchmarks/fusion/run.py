@@ -2,7 +2,7 @@
 
     python benchmarks/fusion/run.py                                     the CPU part: small models, seconds
     python benchmarks/fusion/run.py --device cuda --dtype bf16 --out results.json [--hfta PATH] [--only resnet18]
-    python benchmarks/fusion/run.py --device cuda --dtype fp32 --seconds 150 --without vmap_compiled
+    python benchmarks/fusion/run.py --device cuda --dtype fp32 --seconds 150 --without vmap_compiled,resnet18:ours
 
 On CUDA each workload runs in processes of its own (ways that compile, ways that do not, HFTA's code), twenty at once:
 they export and compile side by side; when all have, they take turns on the GPU, by a lock, to be measured. `--seconds`
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,12 @@ from workloads import CPU_WORKLOADS, WORKLOADS, Task, task
 
 PARTS = {
     "ours": ("serial_eager", "ours"),
-    "hfta": ("hfta", "hfta_graph"),
+    "compiled": ("serial_compiled",),
     "others": ("serial_graph", "streams", "vmap"),
-    "compiled": ("serial_compiled", "vmap_compiled"),
+    "hfta": ("hfta", "hfta_graph"),
+    "vmapped": ("vmap_compiled",),
 }
-"""Ways that run in one process, in order."""
+"""Ways that run in one process, in order; those that take long to build come first, those that may not end last."""
 _STEPS_A_TURN = 8
 _AT_ONCE = 20
 """Processes: as many as a machine of 16 cores and 128 GiB holds."""
@@ -70,7 +71,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--only", default="", help="workloads, by commas")
-    parser.add_argument("--without", default="", help="ways to leave out, by commas")
+    parser.add_argument("--without", default="", help="ways to leave out, by commas: ours,resnet18:vmap")
     parser.add_argument("--members", default="", help="sizes of an array to try, by commas")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out of ours")
     parser.add_argument("--hfta", default="", help="a checkout of UofT-EcoSystem/hfta, to be measured beside")
@@ -82,9 +83,14 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     known = list(CPU_WORKLOADS if options.device == "cpu" else WORKLOADS)
     options.only = options.only.split(",") if options.only else known
-    options.without = options.without.split(",")
+    options.without = frozenset(options.without.split(","))
     options.members = [int(m) for m in options.members.split(",")] if options.members else []
     return options
+
+
+def wanted(name: str, ways: Iterable[str], options: argparse.Namespace) -> list[str]:
+    """Those of a workload's ways that are not left out."""
+    return [way for way in ways if not {way, f"{name}:{way}"} & options.without]
 
 
 def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -93,8 +99,8 @@ def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in options.only:
         made = task(name, torch.device("cpu"), torch.bfloat16 if options.dtype == "bf16" else None)
         for members in options.members or [16]:
-            ways = {way: make for way, make in CPU_WAYS.items() if way not in options.without}
-            yield from by_turns(made, [built(made, way, make, members) for way, make in ways.items()], seconds=12.0)
+            rows = [built(made, way, CPU_WAYS[way], members) for way in wanted(name, CPU_WAYS, options)]
+            yield from by_turns(made, rows, seconds=12.0)
 
 
 def by_turns(made: Task, rows: list[tuple[dict[str, Any], Made | None]], *, seconds: float) -> Iterator[dict[str, Any]]:
@@ -130,16 +136,23 @@ def built(made: Task, way: str, make: Callable[[Task, int], Made], members: int)
     try:
         ready = make(made, members)
     except Exception as error:  # a way that cannot run is a result too
-        return row | failed(error), None
+        row |= failed(error)
+        ready = None
+    if made.device.type == "cuda":  # many processes share the GPU's memory, and what one keeps others miss
+        gc.collect()
+        torch.cuda.empty_cache()
+    if ready is None:
+        return row, None
     return row | {"build_s": round(time.monotonic() - start, 2)}, ready
 
 
 def timed(made: Task, row: dict[str, Any], ready: Made, *, seconds: float) -> dict[str, Any]:
     """The row with its figures."""
-    on_device = made.device.type == "cuda"
+    on_device, asked = made.device.type == "cuda", time.monotonic()
     try:
         with turn() if on_device else nullcontext():
             start = time.monotonic()
+            row["waited_s"] = round(start - asked, 2)
             if on_device:
                 torch.cuda.reset_peak_memory_stats()
             step, models = ready()
@@ -148,6 +161,7 @@ def timed(made: Task, row: dict[str, Any], ready: Made, *, seconds: float) -> di
             row["choice"] = getattr(step, "choice", "")
             if on_device:
                 row["peak_bytes"] = torch.cuda.max_memory_allocated()
+            row["turn_s"] = round(time.monotonic() - start, 2)
             del step, ready
     except Exception as error:
         row |= failed(error)
@@ -210,10 +224,8 @@ def run_part(options: argparse.Namespace) -> None:
             return
         hfta_code.add_path(Path(options.hfta))
         ways.update(hfta_code.HFTA_WAYS)
-    wanted = [
-        (way, members) for way in PARTS[part] if way not in options.without for members in sizes(name, way, options)
-    ]
-    rows = [built(made, way, ways[way], members) for way, members in wanted]
+    cases = [(way, members) for way in wanted(name, PARTS[part], options) for members in sizes(name, way, options)]
+    rows = [built(made, way, ways[way], members) for way, members in cases]
     folder = Path(os.environ["BURSTPOOL_BENCHMARK_FOLDER"])
     (folder / f"{name}-{part}.built").touch()
     while not (folder / "go").exists():
@@ -231,8 +243,8 @@ def sizes(name: str, way: str, options: argparse.Namespace) -> list[int]:
         return [1]
     if way in SEPARATE:
         return [workload.small]
-    wanted = options.members or list(workload.members)
-    return wanted if way == "ours" else wanted[-1:]
+    tried = options.members or list(workload.members)
+    return tried if way == "ours" else tried[-1:]
 
 
 def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -246,8 +258,7 @@ def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "2",
         }
-        parts = [part for part in PARTS if set(PARTS[part]) - set(options.without)]
-        waiting = [(name, part) for part in parts for name in options.only]
+        waiting = [(n, part) for part, ways in PARTS.items() for n in options.only if wanted(n, ways, options)]
         running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
         kept_s = 0.0 if "processes" in options.without else 10.0 + 3.0 * len(options.only)
         while time.monotonic() < deadline - kept_s:
@@ -272,7 +283,9 @@ def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
             errors = [f"== {path.name}\n{path.read_text(errors='replace')}" for path in Path(folder).glob("*.err")]
             Path(options.log).write_text("\n".join(errors))
         late = f"skipped: not begun within {options.seconds:.0f} s"
-        rows += [{"workload": n, "way": way, "error": late} for n, part in waiting for way in PARTS[part]]
+        rows += [
+            {"workload": n, "way": way, "error": late} for n, part in waiting for way in wanted(n, PARTS[part], options)
+        ]
     if "processes" not in options.without:
         rows += measure_processes(options.only, options.dtype, deadline - time.monotonic())
     return rows
@@ -282,7 +295,7 @@ def _started(
     name: str, part: str, options: argparse.Namespace, environment: dict[str, str], folder: Path
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--device", "cuda", "--dtype", options.dtype, "--only", name, "--part", part]
-    command += ["--without", ",".join(options.without), "--members", ",".join(map(str, options.members))]
+    command += ["--without", ",".join(sorted(options.without)), "--members", ",".join(map(str, options.members))]
     command += ["--hfta", options.hfta, *(["--no-compile"] if options.no_compile else [])]
     with (folder / f"{name}-{part}").open("wb") as output, (folder / f"{name}-{part}.err").open("wb") as errors:
         return subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
@@ -299,7 +312,7 @@ def _collected(
     tried = {row["way"] for row in rows}
     last = ((folder / f"{name}-{part}.err").read_text(errors="replace").strip().splitlines() or ["ended"])[-1][:200]
     why = f"skipped: not measured within {options.seconds:.0f} s" if late else last
-    missing = [way for way in PARTS[part] if way not in tried and way not in options.without]
+    missing = [way for way in wanted(name, PARTS[part], options) if way not in tried]
     if part == "hfta" and tried:
         missing = []
     return rows + [{"workload": name, "way": way, "error": why} for way in missing]

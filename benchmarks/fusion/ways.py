@@ -130,7 +130,7 @@ def _side_by_side(graphs: list[Step], sides: list[torch.cuda.Stream]) -> None:
 def _vmapped(task: Task, members: int, compiled: bool) -> Step:
     models = task.models(members)
     parameters, buffers = torch.func.stack_module_state(models)
-    base = models[0].to("meta")
+    base = models[0]  # not on "meta": moving a model there parts weights that it shares with itself
     optimizer = optimizer_of(task, list(parameters.values()))
     args, kwargs = model_arguments(task.inputs)
 
