@@ -17,7 +17,6 @@ memory_use.py, which size is tried next in search_size.py.
 import argparse
 import contextlib
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -34,7 +33,7 @@ import hfta_code
 import torch
 from memory_use import serve
 from search_size import Tried, bounds, line_through, search
-from workers import Crew, Worker
+from workers import Crew, Worker, allocator
 from workloads import CPU_WORKLOADS, WORKLOADS
 
 _MEASURING = 0.4
@@ -72,7 +71,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="workloads, by commas")
     parser.add_argument("--seconds", type=float, default=240.0, help="for all of it")
     parser.add_argument(
-        "--tries", type=int, choices=range(1, 10), default=3, help="sizes of our array that are tried, a workload"
+        "--tries", type=int, choices=range(1, 10), default=4, help="sizes of our array that are tried, a workload"
     )
     parser.add_argument("--limit-bytes", type=int, default=0, help="the memory that is pretended on the CPU")
     parser.add_argument("--hfta", default="", help="a checkout of UofT-EcoSystem/hfta, to be tried beside")
@@ -133,7 +132,7 @@ class Report:
             "device": self.device,
             "torch": torch.__version__,
             "dtype": self.options.dtype,
-            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+            "allocator": allocator(),
             "limit_bytes": self.limit_bytes,
             "rows": [self.row((name, way)) for name in self.options.only for way in ways],
         }

@@ -6,25 +6,22 @@
 
 On CUDA each workload runs in processes of its own (ways that compile, ways that do not, HFTA's code), twenty at once:
 they export and compile side by side; when all have, they take turns on the GPU, by a lock, to be measured. `--seconds`
-ends it all; what was not measured by then says so. Each time is the smallest of several: what else a machine does
-only ever adds. On the CPU, where others share the cache and a core's units, a workload's ways take turns of a few steps
-in one process, and each time is the median of all its steps; the rows have the smallest beside it.
+ends it all; what was not measured by then says so (turns.py). Each time is the smallest of several: what else a machine
+does only ever adds. On the CPU, where others share the cache and a core's units, a workload's ways take turns of a few
+steps in one process, and each time is the median of all its steps; the rows have the smallest beside it.
 """
 
 import argparse
-import fcntl
 import gc
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +32,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hfta_code
 from processes import measure_processes
 from tables import best_rates, table
+from turns import Ended, all_are_built, run_all, turn
 from ways import CPU_WAYS, CUDA_WAYS, ONE_MODEL, SEPARATE, Made, Step
 from workloads import CPU_WORKLOADS, WORKLOADS, Task, task
 
 PARTS = {
     "ours": ("serial_eager", "ours"),
     "compiled": ("serial_compiled",),
-    "others": ("serial_graph", "streams", "vmap"),
+    "others": ("serial_graph", "streams"),
     "hfta": ("hfta", "hfta_graph"),
-    "vmapped": ("vmap_compiled",),
+    "vmap": ("vmap",),
+    "vmap_compiled": ("vmap_compiled",),
 }
 """Ways that run in one process, in order; those that take long to build come first, those that may not end last."""
 _STEPS_A_TURN = 8
+_LONGEST_TURN_S = 45.0
+"""On the GPU, to record a step and measure it: one who takes longer is stopped."""
 _AT_ONCE = 20
 """Processes: as many as a machine of 16 cores and 128 GiB holds."""
 
@@ -138,9 +139,7 @@ def built(made: Task, way: str, make: Callable[[Task, int], Made], members: int)
     except Exception as error:  # a way that cannot run is a result too
         row |= failed(error)
         ready = None
-    if made.device.type == "cuda":  # many processes share the GPU's memory, and what one keeps others miss
-        gc.collect()
-        torch.cuda.empty_cache()
+    give_back(made)
     if ready is None:
         return row, None
     return row | {"build_s": round(time.monotonic() - start, 2)}, ready
@@ -163,9 +162,18 @@ def timed(made: Task, row: dict[str, Any], ready: Made, *, seconds: float) -> di
                 row["peak_bytes"] = torch.cuda.max_memory_allocated()
             row["turn_s"] = round(time.monotonic() - start, 2)
             del step, ready
+            give_back(made)
     except Exception as error:
         row |= failed(error)
+    give_back(made)  # what an error had kept alive
     return row
+
+
+def give_back(made: Task) -> None:
+    """Memory that is not used any more: many processes share the GPU's, and what one keeps others miss."""
+    if made.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def failed(error: Exception) -> dict[str, str]:
@@ -197,19 +205,6 @@ def fastest(step: Step, on_device: bool, seconds: float) -> float:
     return min(times)
 
 
-@contextmanager
-def turn() -> Iterator[None]:
-    """The GPU to oneself, among the benchmark's processes."""
-    with open(f"{os.environ['BURSTPOOL_BENCHMARK_FOLDER']}/lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-            fcntl.flock(lock, fcntl.LOCK_UN)
-
-
 def run_part(options: argparse.Namespace) -> None:
     """One process of the CUDA part: prints a row a line."""
     torch.set_float32_matmul_precision("high")
@@ -226,10 +221,7 @@ def run_part(options: argparse.Namespace) -> None:
         ways.update(hfta_code.HFTA_WAYS)
     cases = [(way, members) for way in wanted(name, PARTS[part], options) for members in sizes(name, way, options)]
     rows = [built(made, way, ways[way], members) for way, members in cases]
-    folder = Path(os.environ["BURSTPOOL_BENCHMARK_FOLDER"])
-    (folder / f"{name}-{part}.built").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.05)
+    all_are_built()
     while rows:
         row, ready = rows.pop(0)
         print(json.dumps(row if ready is None else timed(made, row, ready, seconds=0.25)), flush=True)
@@ -249,72 +241,40 @@ def sizes(name: str, way: str, options: argparse.Namespace) -> list[int]:
 
 def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All processes at once, until the time is up; then the processes under MPS."""
-    begun = time.monotonic()
-    deadline = begun + options.seconds
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "BURSTPOOL_BENCHMARK_FOLDER": folder,
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "2",
-        }
-        waiting = [(n, part) for part, ways in PARTS.items() for n in options.only if wanted(n, ways, options)]
-        running: dict[tuple[str, str], subprocess.Popen[bytes]] = {}
-        kept_s = 0.0 if "processes" in options.without else 10.0 + 3.0 * len(options.only)
-        while time.monotonic() < deadline - kept_s:
-            alive = sum(process.poll() is None for process in running.values())
-            if not alive and not waiting:
-                break
-            while waiting and alive < _AT_ONCE:
-                name, part = waiting.pop(0)
-                running[name, part] = _started(name, part, options, environment, Path(folder))
-                alive += 1
-            building = [
-                key
-                for key, process in running.items()
-                if process.poll() is None and not (Path(folder) / f"{'-'.join(key)}.built").exists()
-            ]
-            if not building or time.monotonic() > begun + options.build_seconds:
-                (Path(folder) / "go").touch()
-            time.sleep(0.1)
-        for (name, part), process in running.items():
-            rows += _collected(name, part, process, Path(folder), options)
-        if options.log:
-            errors = [f"== {path.name}\n{path.read_text(errors='replace')}" for path in Path(folder).glob("*.err")]
-            Path(options.log).write_text("\n".join(errors))
-        late = f"skipped: not begun within {options.seconds:.0f} s"
-        rows += [
-            {"workload": n, "way": way, "error": late} for n, part in waiting for way in wanted(n, PARTS[part], options)
-        ]
+    deadline = time.monotonic() + options.seconds
+    kept_s = 0.0 if "processes" in options.without else 10.0 + 3.0 * len(options.only)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    parts = [(n, part) for part, ways in PARTS.items() for n in options.only if wanted(n, ways, options)]
+    ended = run_all(
+        {f"{name}-{part}": command(name, part, options) for name, part in parts},
+        at_once=_AT_ONCE,
+        build_s=options.build_seconds,
+        longest_turn_s=_LONGEST_TURN_S,
+        until=deadline - kept_s,
+    )
+    if options.log:
+        Path(options.log).write_text("\n".join(f"== {name}\n{one.errors}" for name, one in ended.items()))
+    rows = [row for name, part in parts for row in rows_of(name, part, ended[f"{name}-{part}"], options)]
     if "processes" not in options.without:
         rows += measure_processes(options.only, options.dtype, deadline - time.monotonic())
     return rows
 
 
-def _started(
-    name: str, part: str, options: argparse.Namespace, environment: dict[str, str], folder: Path
-) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "--device", "cuda", "--dtype", options.dtype, "--only", name, "--part", part]
-    command += ["--without", ",".join(sorted(options.without)), "--members", ",".join(map(str, options.members))]
-    command += ["--hfta", options.hfta, *(["--no-compile"] if options.no_compile else [])]
-    with (folder / f"{name}-{part}").open("wb") as output, (folder / f"{name}-{part}.err").open("wb") as errors:
-        return subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
+def command(name: str, part: str, options: argparse.Namespace) -> list[str]:
+    """That runs one part of a workload."""
+    made = [sys.executable, __file__, "--device", "cuda", "--dtype", options.dtype, "--only", name, "--part", part]
+    made += ["--without", ",".join(sorted(options.without)), "--members", ",".join(map(str, options.members))]
+    return [*made, "--hfta", options.hfta, *(["--no-compile"] if options.no_compile else [])]
 
 
-def _collected(
-    name: str, part: str, process: subprocess.Popen[bytes], folder: Path, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    late = process.poll() is None
-    if late:
-        process.kill()
-    process.wait()
-    rows = [json.loads(line) for line in (folder / f"{name}-{part}").read_text().splitlines() if line.startswith("{")]
+def rows_of(name: str, part: str, ended: Ended, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a process has measured, and why not the rest."""
+    rows = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
     tried = {row["way"] for row in rows}
-    last = ((folder / f"{name}-{part}.err").read_text(errors="replace").strip().splitlines() or ["ended"])[-1][:200]
-    why = f"skipped: not measured within {options.seconds:.0f} s" if late else last
     missing = [way for way in wanted(name, PARTS[part], options) if way not in tried]
-    if part == "hfta" and tried:
+    if part == "hfta" and tried and not ended.why:
         missing = []
+    why = ended.why or (ended.errors.strip().splitlines() or ["ended"])[-1][:200]
     return rows + [{"workload": name, "way": way, "error": why} for way in missing]
 
 

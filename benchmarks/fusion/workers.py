@@ -18,6 +18,11 @@ from typing import Any
 _PROGRAM = Path(__file__).with_name("largest.py")
 
 
+def allocator() -> str:
+    """Settings of torch's: without segments that grow, half of a GPU may be free and in no piece large enough."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 class Worker:
     """A process that answers requests (memory_use.py); one at a time."""
 
@@ -26,7 +31,7 @@ class Worker:
         command = [sys.executable, str(_PROGRAM), "--worker", "--device", options.device, "--dtype", options.dtype]
         command += ["--limit-bytes", str(options.limit_bytes), *(["--hfta", options.hfta] if options.hfta else [])]
         self._errors = errors
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": allocator()}
         with errors.open("wb") as file:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=environment

@@ -85,11 +85,11 @@ def test_with_enough_tries_the_search_ends_within_a_percent_of_brute_force(
 
 
 @given(largest=st.integers(40, 100_000), error=st.floats(-0.05, 0.03))
-def test_three_tries_come_within_six_percent_where_the_line_is_off_by_a_few(largest: int, error: float) -> None:
+def test_four_tries_come_within_six_percent_where_the_line_is_off_by_a_few(largest: int, error: float) -> None:
     line = Line(0, MEMORY / (largest * (1 + error)))
     attempt = stand_in(largest, line)
     measured = [attempt(members) for members in SMALL]
-    fits, _ = bounds([*measured, *search(attempt, measured, limit_bytes=MEMORY, tries=3)])
+    fits, _ = bounds([*measured, *search(attempt, measured, limit_bytes=MEMORY, tries=4)])
     assert fits >= 0.94 * largest - 1
 
 
@@ -177,7 +177,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_largest_array_is_found_between_one_that_trains_and_one_that_runs_out(tmp_path: Path) -> None:
-    done = run("--limit-bytes", "3000000", "--only", "tiny_mlp", "--out", str(tmp_path / "out.json"))
+    done = run("--limit-bytes", "3000000", "--only", "tiny_mlp", "--tries", "6", "--out", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == found["rows"]
