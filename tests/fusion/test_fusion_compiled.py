@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from burstpool.errors import FusionError
 from burstpool.fusion import fuse
-from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
+from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways, of_any_layout
 from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.dropout import scaled_mask
 from burstpool.fusion.rules.matmul import _BatchedLinear, _linear_batched
@@ -270,6 +271,14 @@ def test_targets_that_a_loss_closes_over_are_not_those_of_the_first_batch_for_ev
     y = y + 1
     with pytest.raises(FusionError, match="takes 'y' from its surroundings"):
         step(x)
+
+
+def test_a_view_that_was_written_down_for_one_layout_holds_for_another() -> None:
+    written = make_fx(lambda x: x.view(6, 4).sin())(torch.randn(2, 3, 4))
+    x = torch.randn(3, 2, 4).transpose(0, 1)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        written(x)
+    torch.testing.assert_close(of_any_layout(written)(x), x.reshape(6, 4).sin())
 
 
 def test_a_compiled_step_is_refused_after_members_have_changed() -> None:

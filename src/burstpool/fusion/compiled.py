@@ -104,7 +104,7 @@ class _Compiled:
                 drawn_from = [self.array.device] if self.array.device.type == "cuda" else []
                 with kernels.plain_operators(), torch.random.fork_rng(devices=drawn_from):
                     graph = make_fx(function)(*[tensor.detach() for tensor in fresh])
-                self._functions[written_for] = torch.compile(graph, dynamic=False)
+                self._functions[written_for] = torch.compile(of_any_layout(graph), dynamic=False)
             return self._functions[written_for](*tensors)
 
     def _gradients(
@@ -119,6 +119,19 @@ class _Compiled:
     @property
     def _trained(self) -> list[str]:
         return [key for key, parameter in self.array.state.parameters.items() if parameter.requires_grad]
+
+
+def of_any_layout(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same with views that copy where they must.
+
+    They were written down for the layouts that this device's kernels gave; the compiler's may be others, where a kernel
+    returns a dense tensor and the compiler keeps its input's strides.
+    """
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+    return graph
 
 
 class CompiledTogether(_Compiled):
