@@ -116,6 +116,27 @@ def test_compiled_ways_train_what_the_written_one_trains(
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_model_whose_gradients_have_other_layouts_than_the_compilers_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PointNet: products with channels innermost between batch norms."""
+    from burstpool.job import load_job
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    job = load_job("zoo:pointnet_segmentation")
+    x, y = (value.cuda() for value in job.samples(2))
+    found = []
+    for compiled in (False, True):
+        array = fuse([job.build_model().cuda() for _ in range(2)], x)
+        step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=1e-3), job.loss, x, y, compiled=compiled)
+        if compiled:
+            assert TOGETHER not in step.left_out, step.left_out
+            step._record([TOGETHER])
+        found.append(torch.stack([step(x, y).clone() for _ in range(3)]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_compiled_dropout_draws_each_members_own_masks_anew() -> None:
     x, y = torch.randn(64, 3, 8, 8, device="cuda"), torch.randint(0, 5, (64,), device="cuda")
     losses = {}
