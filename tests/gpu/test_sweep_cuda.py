@@ -20,9 +20,8 @@ SPACE = {"lr": [0.1, 0.03, 0.01]}
 
 def curves(folder: Path, **options: Any) -> torch.Tensor:
     """Losses of all trials, a row each."""
-    result = burstpool.sweep(
-        "zoo:tiny_mlp", SPACE, run_folder=folder, steps=STEPS, array_size=3, device="cuda", mode="rules", **options
-    )
+    given = {"steps": STEPS, "array_size": 3, "mode": "rules", **options}
+    result = burstpool.sweep("zoo:tiny_mlp", SPACE, run_folder=folder, device="cuda", **given)
     assert result.state.num_arrays == 1
     return torch.tensor([losses for _, losses in SweepFolder(result.folder).read_losses(result.trials)])
 
@@ -45,3 +44,18 @@ def test_a_sweep_under_autocast_differs_by_the_formats_rounding(
     assert found.shape == (3, STEPS)
     assert not torch.equal(found, plain)
     torch.testing.assert_close(found, plain, rtol=5e-2, atol=2e-2)
+
+
+def test_a_sweep_that_measures_its_size_and_its_ways_trains_the_same(plain: torch.Tensor, tmp_path: Path) -> None:
+    torch.testing.assert_close(curves(tmp_path / "run", array_size=None, mode="fastest"), plain, rtol=1e-3, atol=1e-4)
+
+
+def test_trials_that_go_on_after_others_were_stopped_train_the_same(plain: torch.Tensor, tmp_path: Path) -> None:
+    """Halving: places are freed and filled again, arrays are recorded anew."""
+    result = burstpool.sweep(
+        "zoo:tiny_mlp", SPACE, run_folder=tmp_path / "run", search="asha", steps=STEPS, device="cuda", mode="rules"
+    )
+    for trial, losses in SweepFolder(result.folder).read_losses(result.trials):
+        alone = plain[SPACE["lr"].index(trial.settings["lr"])]
+        assert losses
+        torch.testing.assert_close(torch.tensor(losses), alone[: len(losses)], rtol=1e-3, atol=1e-4)
