@@ -112,10 +112,8 @@ class Beside:
             launch(step, gates, allowance)
             late_s = self.delay_s + STEP_S * abs(draw.gauss(0, 0.003)) + (STEP_S / 2 if draw.random() < hiccups else 0)
             self.delay_s = 0.0
-            end: Any = self.gpu.spans[-1].end
-            end.at_s += late_s
-            stream: Any = foreground.steps.stream
-            stream.ends_s += late_s
+            steps: Any = foreground.steps
+            steps.works[-1].left_s += late_s  # it has not ended: background work waits for its beginning
 
         self.gpu.launches.allow = delayed  # type: ignore[method-assign]
 

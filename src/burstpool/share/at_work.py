@@ -8,7 +8,7 @@ loop that starts pieces is `gpu.py`.
 import collections
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -156,6 +156,11 @@ class Filler(Evictable, Protocol):
         """Which piece of its step that is."""
         ...
 
+    @property
+    def queue(self) -> Hashable:
+        """What its pieces stand in until they run, one after the other: a stream. None where they begin at once."""
+        ...
+
     def launch(self, gate: torch.cuda.Event | None) -> Marker | None:
         """Starts the next piece, once the GPU has passed the gate; None if it has nothing to do now."""
         ...
@@ -206,6 +211,11 @@ class BackgroundWork:
     def next_place(self) -> int:
         """See `Filler`."""
         return self._next
+
+    @property
+    def queue(self) -> torch.cuda.Stream:
+        """See `Filler`."""
+        return self.work.steps.stream
 
     def launch(self, gate: torch.cuda.Event | None) -> "PieceSpan | None":
         """See `Filler`."""

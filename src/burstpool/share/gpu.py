@@ -140,7 +140,7 @@ class SharedGpu:
             if self._evictions is not None and self._evictions.look():
                 self._resumed[step + 1] = recorded(self.foreground.steps.stream, timing=True)
         if ends:
-            self._settle(step, ends[-2:])
+            self._settle(self._newest, ends[-2:])
         torch.cuda.synchronize()
         self._read_foreground(all_of_them=True)
         for background in self.backgrounds:
@@ -155,10 +155,8 @@ class SharedGpu:
             idle = previous is None or bool(previous.query())  # type: ignore[no-untyped-call]
             if idle:
                 self.launches.drop_late(step - 1)
-            self.launches.start_more()
-            for background in self.backgrounds:
-                background.look_after()
-            if not (idle and not self._allowance.alone and self.launches.start_idle(step)):
+            started = self._start_more()
+            if not started and not (idle and not self._allowance.alone and self.launches.start_idle(step)):
                 time.sleep(NAP_S)
         self._restarts = 0
         return batch
@@ -217,14 +215,21 @@ class SharedGpu:
         if back < len(self.spans) and len(self.spans[-1 - back].pieces) < _KEPT_PIECES:
             self.spans[-1 - back].pieces.append(piece)
 
+    def _start_more(self) -> bool:
+        """Starts some background pieces; whether there may be more. Reads losses, whose places on the host are few."""
+        more = self.launches.start_more()
+        for background in self.backgrounds:
+            background.look_after()
+        return more
+
     def _settle(self, step: int, ends: Sequence[torch.cuda.Event]) -> None:
         """Waits for a step's end and has the controller decide on the next one."""
         while self.launches.is_waiting and not ends[-1].query():  # type: ignore[no-untyped-call]
-            self.launches.start_more()
-            time.sleep(NAP_S)
+            if not self._start_more():
+                time.sleep(NAP_S)
         ends[-1].synchronize()
         self.launches.drop_late(step)
-        done = self.launches.ended()
+        done = self.launches.ended(step, ends[-1])
         if len(ends) > 1:
             time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
             resumed = self._resumed.pop(step, None)

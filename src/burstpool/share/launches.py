@@ -5,7 +5,10 @@ these, of the job in turn that has got least. Says, after a step, what ran in it
 
     credit   what the step allows, beside compute by each piece's own price (`prices.py`), in gaps by its length
     room     the time that the step computes: more would run on into its gaps, and be late for all that follows
-    queue    what a stream's queue holds; the rest is started as pieces end, or never if its step is over by then
+    queue    what a stream's queue holds, and samples that are there; the rest is started as pieces end and samples
+             come, or never if its time is over by then
+
+Time passes between any two lines here, and pieces end meanwhile: what must agree is asked once.
 
 Ignores what the foreground does: `gpu.py` runs it, and tells the controller.
 """
@@ -13,7 +16,7 @@ Ignores what the foreground does: `gpu.py` runs it, and tells the controller.
 import collections
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +30,11 @@ _IN_FLIGHT = 2
 _LOOKED_AT = 16
 """The newest pieces, among which those on the way are."""
 _MOST_QUEUED = 128
-"""Pieces of a background that were started and have not ended. A queue holds some 1,000 entries, of which a piece takes
+"""Pieces on a stream that were started and have not ended. A queue holds some 1,000 entries, of which a piece takes
 four; a thread that finds it full waits, and the foreground's next step with it."""
+_AT_ONCE = 16
+"""Pieces that are started before the thread looks after the foreground again: short ones may end as fast as they are
+started, and fill no queue."""
 _LEAST_BUSY = 0.05
 """Share of a step in which the foreground computes, at least: its gaps may be shorter than the schedule says."""
 _HUNG_STEPS, _HUNG_LENGTHS = 16, 20
@@ -39,8 +45,8 @@ class _Tried(enum.Enum):
     """What came of trying to start a piece."""
 
     STARTED = enum.auto()
-    QUEUE_FULL = enum.auto()
-    """One could be started when another has ended."""
+    LATER = enum.auto()
+    """One could be started when another has ended, or its samples have come."""
     NOTHING = enum.auto()
     """No job has work that there is credit and room for."""
 
@@ -103,10 +109,10 @@ class Launches:
         self._to_start: collections.deque[_Allowed] = collections.deque()
         self.under_way: list[Launched] = []
         """Pieces that had not ended when `ended` was last asked."""
-        self._ended_in_gaps_s = 0.0
-        """Work of pieces that ended in a long wait of the foreground, since then."""
-        self._queued: dict[int, collections.deque[PieceSpan]] = {}
-        """The same by background, without those of other processes."""
+        self._ended_in_wait_s: dict[int, float] = {}
+        """Step → work of pieces that are not kept, as they ended in a long wait of the foreground before it."""
+        self._queued: dict[Hashable, collections.deque[PieceSpan]] = {}
+        """Stream → what is on it, in order."""
         self._stuck: set[int] = set()
         """Backgrounds with a piece that may never end."""
         self.prices = Prices()
@@ -118,10 +124,11 @@ class Launches:
 
     def allow(self, step: int, gates: Sequence[torch.cuda.Event], allowance: Allowance) -> None:
         """Starts what a step allows, less what earlier ones started and the GPU has not got round to."""
-        hung = {piece for piece in self.under_way if self._is_hung(piece, step)}
+        # Asked now: many that were under way when the last step was looked at may have ended in a wait for samples.
+        late = [piece for piece in self.under_way if piece.step < step - 1 and not piece.end.query()]
+        hung = {piece for piece in late if self._is_hung(piece, step)}
         self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
-        late = (piece for piece in self.under_way if piece.step < step - 1 and piece not in hung)
-        behind_s = sum(piece.length_s * piece.factor for piece in late)
+        behind_s = sum(piece.length_s * piece.factor for piece in late if piece not in hung)
         allowed = [(gates[0], self._overlapped, allowance.overlapped_s, self._busy_s())]
         allowed += [(*rest, math.inf) for rest in zip(gates[1:], self._in_gaps, allowance.gaps_s, strict=True)]
         for place, (gate, saved, allowed_s, room_s) in enumerate(allowed):
@@ -141,15 +148,23 @@ class Launches:
         allowed.room.left_s = max(allowed.room.left_s, *(background.next_s for background in waiting))
         self._to_start.append(allowed)
 
-    def start_more(self) -> None:
-        """Starts what may be started, in order, as far as the queues hold it."""
-        while self._to_start:
+    def start_more(self) -> bool:
+        """Starts what may be started now, in order, some pieces at most; whether there may be more."""
+        started = 0
+        while self._to_start and started < _AT_ONCE:
             allowed = self._to_start[0]
-            while (tried := self._start_next(allowed.step, allowed)) is _Tried.STARTED:
-                pass
-            if tried is _Tried.QUEUE_FULL:
-                return
-            self._give_up_first()
+            tried = self._start_next(allowed.step, allowed)
+            if tried is _Tried.STARTED:
+                started += 1
+            elif tried is _Tried.LATER and not self._is_next_due():
+                return False
+            else:
+                self._give_up_first()
+        return bool(self._to_start)
+
+    def _is_next_due(self) -> bool:
+        """Whether what is to be started after the first may run already: then the time for the first is over."""
+        return len(self._to_start) > 1 and bool(self._to_start[1].gate.query())  # type: ignore[no-untyped-call]
 
     def drop_late(self, step: int) -> None:
         """What was to be started for this step or earlier ones and was not: they are over."""
@@ -163,8 +178,9 @@ class Launches:
     def start_idle(self, step: int) -> bool:
         """Starts a piece while the foreground idles before a step, unless enough are on the way; whether it did."""
         if len(self.under_way) > _MOST_QUEUED:  # a long wait: what has ended is added up instead of kept
-            gone = {piece for piece in self.under_way if piece.in_gap and piece.end.query()}
-            self._ended_in_gaps_s += sum(piece.length_s - piece.counted_s for piece in gone)
+            gone = {piece for piece in self.under_way if piece.step == step and piece.end.query()}
+            gone_s = sum(piece.length_s for piece in gone)
+            self._ended_in_wait_s[step] = self._ended_in_wait_s.get(step, 0.0) + gone_s
             self.under_way = [piece for piece in self.under_way if piece not in gone]
         last = (piece for piece in self.under_way[-_LOOKED_AT:] if piece.which[0] not in self._stuck)
         on_the_way = sum(not piece.end.query() for piece in last)
@@ -178,15 +194,16 @@ class Launches:
         """
         otherwise = _Tried.NOTHING
         for background in self._in_turn():
-            if self._is_full(background):  # asked once: a moment later it may not be, and all would seem to be done
+            if self._is_full(background) or self._is_early(background, allowed):  # asked once: in a moment it is not
                 if allowed and self._covers(allowed, background):
-                    otherwise = _Tried.QUEUE_FULL
+                    otherwise = _Tried.LATER
                 continue
             which, length_s, factor = _which(background), background.next_s, self._factor(background, allowed)
             if allowed and not self._covers(allowed, background):
                 return otherwise
             end = background.launch(allowed.gate if allowed else None)
             if end is None:
+                otherwise = otherwise if background.ended else _Tried.LATER
                 continue
             if allowed:
                 allowed.credit.spend(factor * length_s)
@@ -194,7 +211,7 @@ class Launches:
             in_gap = allowed is None or allowed.in_gap
             self.under_way.append(Launched(end, which, length_s, factor, in_gap, step))
             if isinstance(end, PieceSpan):
-                self._queued[id(background)].append(end)
+                self._queued[background.queue].append(end)
                 self._note(step, end)
             return _Tried.STARTED
         return otherwise
@@ -216,10 +233,15 @@ class Launches:
         return allowed.credit.covers(self._factor(background, allowed) * length_s) and allowed.room.covers(length_s)
 
     def _is_full(self, background: Filler) -> bool:
-        queued = self._queued.setdefault(id(background), collections.deque())
+        queued = self._queued.setdefault(background.queue, collections.deque())
         while queued and queued[0].query():
             queued.popleft()
         return len(queued) >= _MOST_QUEUED
+
+    def _is_early(self, background: Filler, allowed: _Allowed | None) -> bool:
+        """Whether a gap has not begun that the background cannot wait for on the device."""
+        waits = background.queue is None and allowed is not None and allowed.in_gap
+        return waits and allowed is not None and not allowed.gate.query()  # type: ignore[no-untyped-call]
 
     def _is_hung(self, piece: Launched, step: int) -> bool:
         age = step - piece.step
@@ -231,12 +253,13 @@ class Launches:
             return math.inf
         return self._controller.budget.slowdown * max(alone_s - gaps_s, _LEAST_BUSY * alone_s)
 
-    def ended(self) -> list[Launched]:
-        """Pieces that have ended since this was last asked."""
+    def ended(self, step: int, end: torch.cuda.Event) -> list[Launched]:
+        """Pieces that ended by a step's end, which has passed, and were not among those of an earlier one."""
         done: list[Launched] = []
         under_way: list[Launched] = []
         for piece in self.under_way:
-            (done if piece.end.query() else under_way).append(piece)  # asked once: it may end at any moment
+            over = piece.step <= step and piece.end.query() and not _is_after(piece.end, end)
+            (done if over else under_way).append(piece)  # asked once: it may end at any moment
         self.under_way = under_way
         return done
 
@@ -245,7 +268,7 @@ class Launches:
 
         A step in which nothing ended may still have had a part of a long piece in it: then it was not alone.
         """
-        idle_s, self._ended_in_gaps_s = self._ended_in_gaps_s, 0.0
+        idle_s = self._ended_in_wait_s.pop(step, 0.0)
         parts = [(piece, piece.length_s - piece.counted_s) for piece in done]
         there = [piece for piece in self.under_way if piece.step <= step and not self._is_hung(piece, step)]
         if there and idle_s + sum(part_s for _, part_s in parts) == 0:
@@ -271,3 +294,8 @@ class Launches:
 def _which(background: Filler) -> PieceName:
     """Its next piece."""
     return id(background), background.next_place
+
+
+def _is_after(piece: Marker, moment: torch.cuda.Event) -> bool:
+    """Whether a piece ended later, by the device's clock; the host may look late. Unknown of other processes' ones."""
+    return isinstance(piece, PieceSpan) and float(piece.end.elapsed_time(moment)) < 0

@@ -102,6 +102,10 @@ class SecondProcess:
         """See `Filler`: a whole step is one piece."""
         return 0
 
+    @property
+    def queue(self) -> None:
+        """See `Filler`."""
+
     def launch(self, gate: torch.cuda.Event | None) -> Posted | None:
         """See `Filler`; a step begins at once, whatever the gate: its process does not know the other's events."""
         if self.ended or self.where != "here" or self._given > self.finished:  # one at a time
