@@ -232,6 +232,21 @@ def test_work_that_ends_while_it_is_looked_at_is_counted(clock: Clock) -> None:
     assert counted_s(gpu) == pytest.approx(fleeting.done_s)
 
 
+def test_a_background_in_a_process_of_its_own_begins_when_the_step_has(clock: Clock) -> None:
+    """Its pieces do not wait on the device: started as soon as they are allowed, they would run in the step before."""
+    foreground, fleeting = job(clock, STEP_S), Fleeting()
+    early: list[bool] = []
+
+    def launch(gate: Any) -> Fleeting.Piece:
+        early.append(gate.at_s is None)
+        return Fleeting.launch(fleeting, gate)
+
+    fleeting.launch = launch  # type: ignore[method-assign]
+    SharedGpu(foreground, [fleeting], BUDGET).run(60)
+    assert len(early) > 20
+    assert not any(early)
+
+
 def test_while_the_foreground_waits_for_samples_the_background_has_the_gpu(clock: Clock) -> None:
     foreground = job(clock, STEP_S, feeder=FakeFeeder(clock, every_s=2 * STEP_S))
     beside = background(clock, 3e-4)

@@ -239,9 +239,10 @@ class Launches:
         return len(queued) >= _MOST_QUEUED
 
     def _is_early(self, background: Filler, allowed: _Allowed | None) -> bool:
-        """Whether a gap has not begun that the background cannot wait for on the device."""
-        waits = background.queue is None and allowed is not None and allowed.in_gap
-        return waits and allowed is not None and not allowed.gate.query()  # type: ignore[no-untyped-call]
+        """Whether the device has not come to the gate, of a background whose pieces do not wait for it there."""
+        if allowed is None or background.queue is not None:
+            return False
+        return not allowed.gate.query()  # type: ignore[no-untyped-call]
 
     def _is_hung(self, piece: Launched, step: int) -> bool:
         age = step - piece.step
