@@ -4,6 +4,7 @@ Programs, lengths, lateness and the host's own delays are drawn by seeds. Pieces
 them, and slow the foreground's compute down while they run beside it.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,7 +19,7 @@ from burstpool.share.gpu import Idle, SharedGpu
 from burstpool.share.launches import Launched
 
 STEP_S = 5e-3
-STEPS = 70
+STEPS = 50
 MOST_QUEUED = 128
 COST = 0.3
 """What a second of background work adds to the foreground's compute beside it."""
@@ -158,15 +159,21 @@ def test_order_counts_and_bounds_hold_whatever_passes_between_two_lines(any_gone
             assert work.began_s < run.ends_s[step] + MOST_QUEUED * 1.5 * 6e-4
 
 
+@pytest.mark.parametrize("hungry", [False, True])
 @pytest.mark.parametrize("pieces", [[[2e-4] * 20], [[3e-4]], [[1e-4, 5e-4, 3e-4], [2e-4] * 5]])
-def test_a_long_gap_is_filled_in_all_steps_that_are_not_alone(clock: Clock, pieces: list[list[float]]) -> None:
-    """But for a tenth: some microseconds at its beginning, and a host that was late."""
+def test_a_long_gap_is_filled_in_all_steps_that_are_not_alone(
+    clock: Clock, pieces: list[list[float]], hungry: bool
+) -> None:
+    """But for a tenth: microseconds at its beginning, and a late host. Also beside a background without samples."""
     clock.host_s = jitter(1)
-    run = Run(clock, random.Random(1), pieces, [10 * STEP_S], late=len(pieces[0]) > 1).go()
+    run = Run(clock, random.Random(1), [*pieces, [2e-4]] if hungry else pieces, [10 * STEP_S], late=len(pieces[0]) > 1)
+    if hungry:
+        run.backgrounds[-1].work.feeder = FakeFeeder(clock, every_s=math.inf)  # type: ignore[assignment]
+    run.go(45)
     begins_s = {step: work.ended_s for step, work in enumerate(steps_of(run.foreground).works[::2])}
-    shared = [begins_s[step] for step in range(15, STEPS) if not run.alone[step]]
+    shared = [begins_s[step] for step in range(15, 45) if not run.alone[step]]
     filled_s = sum(run.background_s(at_s, at_s + run.gaps_s[0]) for at_s in shared)
-    assert len(shared) > 0.8 * (STEPS - 15)
+    assert len(shared) > 0.8 * 30
     assert filled_s > 0.9 * len(shared) * run.gaps_s[0]
 
 
@@ -197,7 +204,7 @@ def test_what_runs_while_the_foreground_waits_is_told_with_the_step_that_it_wait
     spans = list(pairwise(run.ends_s))[15:]
     told = run.gpu.measured.background_s[15:]
     waits = [(span, told_s) for span, told_s in zip(spans, told, strict=True) if span[1] - span[0] > 5 * STEP_S]
-    assert len(waits) > 5
+    assert len(waits) > 3
     assert all(told_s > 0.5 * (stop_s - start_s) for (start_s, stop_s), told_s in waits)
     assert sum(told) - sum(told_s for _, told_s in waits) < 0.5 * STEP_S * len(told)
 
