@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from fake_cuda import Clock, Event, FakeFeeder, FakeSteps, Stream, Work, fake_cuda, jitter
 
-from burstpool.share.at_work import BackgroundWork, JobAtWork
+from burstpool.share.at_work import BackgroundWork, JobAtWork, PieceSpan
 from burstpool.share.budget import Allowance, Budget
 from burstpool.share.gpu import Idle, SharedGpu
-from burstpool.share.launches import Launched
+from burstpool.share.launches import Launched, Window
 
 STEP_S = 5e-3
 STEPS = 50
@@ -42,6 +42,8 @@ class Run:
     alone: dict[int, bool] = field(default_factory=dict)
     queued: list[int] = field(default_factory=list)
     """Pieces on a stream, as one was started."""
+    late_s: list[float] = field(default_factory=list)
+    """For how long its window had been over then."""
     off: list[float] = field(default_factory=list)
     """After each step: work that was started, less what was told and what is under way."""
 
@@ -61,11 +63,13 @@ class Run:
                 for work in steps_of(background.work).works[count:]:
                     self.started.append((step, bool(allowed and allowed.in_gap), work))
                     self.queued.append(sum(isinstance(entry, Work) for entry in stream.queue))
+                    ended_s = allowed.window.end.at_s if allowed else None
+                    self.late_s.append(0.0 if ended_s is None else self.clock.now_s - ended_s)
             return found
 
-        def allowed(step: int, gates: Any, allowance: Any) -> None:
+        def allowed(step: int, windows: Any, allowance: Any) -> None:
             self.alone[step] = allowance.alone
-            allow(step, gates, allowance)
+            allow(step, windows, allowance)
 
         self.gpu.launches._start_next, self.gpu.launches.allow = started, allowed  # type: ignore[method-assign]
 
@@ -113,6 +117,19 @@ def passed(clock: Clock) -> Any:
     return event
 
 
+def at(clock: Clock, time_s: float) -> Any:
+    event = Event(clock)
+    event.at_s = time_s
+    return event
+
+
+def to_come(clock: Clock) -> Any:
+    event, stream = Event(clock), Stream(clock)
+    clock.queue(stream, Work(1e6, False))
+    event.record(stream)
+    return event
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return fake_cuda(monkeypatch)
@@ -153,10 +170,8 @@ def test_order_counts_and_bounds_hold_whatever_passes_between_two_lines(any_gone
         assert told_s > 0 or run.background_s(start_s + 1e-9, stop_s - 1e-9) < 1e-6
     # No queue holds more than it may.
     assert max(run.queued) <= MOST_QUEUED
-    # Work for a gap begins before its step is over, but for what was in the queue by then.
-    for step, in_gap, work in run.started:
-        if in_gap:
-            assert work.began_s < run.ends_s[step] + MOST_QUEUED * 1.5 * 6e-4
+    # Nothing is started for a gap or a step that is over, but for the host's own delays on the way.
+    assert max(run.late_s) < 3e-3
 
 
 @pytest.mark.parametrize("hungry", [False, True])
@@ -183,6 +198,7 @@ def test_pieces_shorter_than_their_launch_do_not_keep_the_foreground_waiting(clo
     run = Run(clock, random.Random(1), [[2e-5] * 3], [10 * STEP_S], late=False, places=10**6).go(40)
     assert run.backgrounds[0].steps_done > 100
     assert max(run.gpu.measured.step_s) < 10 * STEP_S + (1 + COST) * STEP_S + 2e-3
+    assert max(run.late_s) < 5e-4
 
 
 def test_backgrounds_on_one_stream_share_its_queue(clock: Clock) -> None:
@@ -215,5 +231,15 @@ def test_work_that_has_ended_since_it_was_last_looked_at_is_not_behind(clock: Cl
     over: Any = passed(clock)
     launches.under_way.append(Launched(over, (0, 0), STEP_S, 1.0, in_gap=False, step=1))
     allowance = Allowance(alone=False, overlapped_s=STEP_S / 5, gaps_s=(), waiting_s=0.0, reducing_s=0.0)
-    launches.allow(9, [passed(clock)], allowance)
+    launches.allow(9, [Window(passed(clock), to_come(clock))], allowance)
     assert len(run.started) == 3
+
+
+def test_what_ended_in_the_next_step_is_not_told_with_this_one_however_late_the_host_looks(clock: Clock) -> None:
+    launches = Run(clock, random.Random(1), [[3e-4]], []).gpu.launches
+    clock.now_s = 10.0
+    begin, step_end, piece_end, next_end = (at(clock, time_s) for time_s in (4.0, 5.0, 6.0, 7.0))
+    piece = Launched(PieceSpan("late", begin, piece_end), (0, 0), 1e-3, 1.0, in_gap=False, step=3)
+    launches.under_way.append(piece)
+    assert launches.ended(3, step_end) == []
+    assert launches.ended(4, next_end) == [piece]

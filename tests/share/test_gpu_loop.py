@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from fake_cuda import Clock, FakeFeeder, FakeSteps, Work, fake_cuda
+from fake_cuda import Clock, Event, FakeFeeder, FakeSteps, Stream, Work, fake_cuda
 
 from burstpool.errors import RunError, ShareError
 from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
@@ -245,6 +245,37 @@ def test_a_background_in_a_process_of_its_own_begins_when_the_step_has(clock: Cl
     SharedGpu(foreground, [fleeting], BUDGET).run(60)
     assert len(early) > 20
     assert not any(early)
+
+
+class Apart(Fleeting):
+    """A job in a process of its own: one step at a time, which begins at once."""
+
+    def __init__(self, clock: Clock, step_s: float) -> None:
+        super().__init__()
+        self.next_s, self._clock, self._stream = step_s, clock, Stream(clock)
+        self._last = Event(clock)
+        self.early = 0
+
+    def launch(self, gate: Any) -> Any:
+        if not self._last.query():
+            return None
+        self.early += gate is not None and gate.at_s is None
+        self.done_s += self.next_s
+        self._clock.queue(self._stream, Work(self.next_s, True))
+        self._last = Event(self._clock)
+        self._last.record(self._stream)
+        return self._last
+
+
+@pytest.mark.parametrize("step_s", [4e-4, 2e-3])
+def test_a_background_in_a_process_of_its_own_does_not_starve_beside_a_captured_one(
+    clock: Clock, step_s: float
+) -> None:
+    """Though it cannot wait on the device for the step that it is allowed for, and the other can."""
+    foreground, captured, apart = job(clock, STEP_S), background(clock, *[3e-4] * 4), Apart(clock, step_s)
+    SharedGpu(foreground, [captured, apart], Budget(slowdown=1.05)).run(400)
+    assert not apart.early
+    assert apart.done_s > 0.4 * captured.done_s > 0.1
 
 
 def test_while_the_foreground_waits_for_samples_the_background_has_the_gpu(clock: Clock) -> None:

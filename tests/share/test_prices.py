@@ -108,8 +108,8 @@ class Beside:
         self.gpu = SharedGpu(foreground, [BackgroundWork(background)], Budget(slowdown=slowdown), **loop)
         launch = self.gpu.launches.allow
 
-        def delayed(step: int, gates: Any, allowance: Any) -> None:
-            launch(step, gates, allowance)
+        def delayed(step: int, windows: Any, allowance: Any) -> None:
+            launch(step, windows, allowance)
             late_s = self.delay_s + STEP_S * abs(draw.gauss(0, 0.003)) + (STEP_S / 2 if draw.random() < hiccups else 0)
             self.delay_s = 0.0
             steps: Any = foreground.steps

@@ -44,7 +44,7 @@ from burstpool.share.at_work import (
 )
 from burstpool.share.budget import Allowance, Budget, Controller, Gap, StepTaken
 from burstpool.share.evictions import Evictions
-from burstpool.share.launches import Launches, Work
+from burstpool.share.launches import Launches, Window, Work
 from burstpool.share.moving import collector_at_rest
 from burstpool.share.waiting import waiter
 
@@ -128,11 +128,11 @@ class SharedGpu:
             if stop():
                 break
             batch = self._next_batch(step, ends[-1] if ends else None)
-            end, gates = self._launch_foreground(step, batch)
-            self.spans.append(StepSpan(begin=gates[0], end=end))
+            windows = self._launch_foreground(step, batch)
+            self.spans.append(StepSpan(begin=windows[0].begin, end=windows[0].end))
             self._newest = step
-            self.launches.allow(step, gates, self._allowance)
-            ends = [*ends[-2:], end]
+            self.launches.allow(step, windows, self._allowance)
+            ends = [*ends[-2:], windows[0].end]
             if len(ends) > 1:
                 self._settle(step - 1, ends[:-1])
             if self._watch is not None:
@@ -153,8 +153,6 @@ class SharedGpu:
             if time.monotonic() > deadline:
                 raise ShareError(f"no samples of {self.foreground.name} came within {FEED_TIMEOUT_S:g} s")
             idle = previous is None or bool(previous.query())  # type: ignore[no-untyped-call]
-            if idle:
-                self.launches.drop_late(step - 1)
             started = self._start_more()
             if not started and not (idle and not self._allowance.alone and self.launches.start_idle(step)):
                 time.sleep(NAP_S)
@@ -172,24 +170,23 @@ class SharedGpu:
             self.foreground.feeder.restart()
             return None
 
-    def _launch_foreground(
-        self, step: int, batch: list[list[Batch]]
-    ) -> tuple[torch.cuda.Event, list[torch.cuda.Event]]:
-        """Queues a step; returns the events that mark its end, and its beginning and those of its gaps."""
+    def _launch_foreground(self, step: int, batch: list[list[Batch]]) -> list[Window]:
+        """Queues a step; returns when it runs, and when its gaps are."""
         steps = self.foreground.steps
-        gates = [recorded(steps.stream, timing=True)]
+        begin, gaps = recorded(steps.stream, timing=True), []
         self._with_room(step, lambda: steps.begin(batch))
         self.foreground.feeder.used(steps.stream)
         with torch.cuda.stream(steps.stream):
             for part in self._program:
                 if isinstance(part, Idle):
-                    gates.append(recorded(steps.stream))
+                    gap_begin = recorded(steps.stream)
                     assert self._wait is not None
                     self._wait(part.length_s)
+                    gaps.append(Window(gap_begin, recorded(steps.stream)))
                 else:
                     self._with_room(step, steps.pieces[part])
         self.foreground.read_later(steps.end())
-        return recorded(steps.stream, timing=True), gates
+        return [Window(begin, recorded(steps.stream, timing=True)), *gaps]
 
     def _with_room(self, step: int, work: Callable[[], object]) -> None:
         """Does a part of the foreground's step; where memory does not suffice, backgrounds leave and it is done again.
@@ -228,7 +225,6 @@ class SharedGpu:
             if not self._start_more():
                 time.sleep(NAP_S)
         ends[-1].synchronize()
-        self.launches.drop_late(step)
         done = self.launches.ended(step, ends[-1])
         if len(ends) > 1:
             time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3

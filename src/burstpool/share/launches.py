@@ -6,7 +6,7 @@ these, of the job in turn that has got least. Says, after a step, what ran in it
     credit   what the step allows, beside compute by each piece's own price (`prices.py`), in gaps by its length
     room     the time that the step computes: more would run on into its gaps, and be late for all that follows
     queue    what a stream's queue holds, and samples that are there; the rest is started as pieces end and samples
-             come, or never if its time is over by then
+             come, or never if its window, the step or a gap of it, is over by then
 
 Time passes between any two lines here, and pieces end meanwhile: what must agree is asked once.
 
@@ -18,6 +18,7 @@ import enum
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,12 +42,19 @@ _HUNG_STEPS, _HUNG_LENGTHS = 16, 20
 """A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
 
 
+class Window(NamedTuple):
+    """A time on the device in which background work may run: a step of the foreground, or a gap in it."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class _Tried(enum.Enum):
     """What came of trying to start a piece."""
 
     STARTED = enum.auto()
     LATER = enum.auto()
-    """One could be started when another has ended, or its samples have come."""
+    """One could be started when another has ended, its samples have come or the window has begun."""
     NOTHING = enum.auto()
     """No job has work that there is credit and room for."""
 
@@ -74,7 +82,7 @@ class _Allowed:
     """Background work that may be started for a step, of which some may have been."""
 
     step: int
-    gate: torch.cuda.Event
+    window: Window
     credit: Credit
     """By prices; in gaps by lengths."""
     room: Credit
@@ -119,61 +127,67 @@ class Launches:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is more to start than the queues held."""
+        """Whether there is work that could not be started at once."""
         return bool(self._to_start)
 
-    def allow(self, step: int, gates: Sequence[torch.cuda.Event], allowance: Allowance) -> None:
-        """Starts what a step allows, less what earlier ones started and the GPU has not got round to."""
+    def allow(self, step: int, windows: Sequence[Window], allowance: Allowance) -> None:
+        """Starts what a step allows, less what earlier ones started and the GPU has not got round to.
+
+        `windows` are the step and its gaps.
+        """
         # Asked now: many that were under way when the last step was looked at may have ended in a wait for samples.
         late = [piece for piece in self.under_way if piece.step < step - 1 and not piece.end.query()]
         hung = {piece for piece in late if self._is_hung(piece, step)}
         self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
         behind_s = sum(piece.length_s * piece.factor for piece in late if piece not in hung)
-        allowed = [(gates[0], self._overlapped, allowance.overlapped_s, self._busy_s())]
-        allowed += [(*rest, math.inf) for rest in zip(gates[1:], self._in_gaps, allowance.gaps_s, strict=True)]
-        for place, (gate, saved, allowed_s, room_s) in enumerate(allowed):
+        allowed = [(windows[0], self._overlapped, allowance.overlapped_s, self._busy_s())]
+        allowed += [(*rest, math.inf) for rest in zip(windows[1:], self._in_gaps, allowance.gaps_s, strict=True)]
+        for place, (window, saved, allowed_s, room_s) in enumerate(allowed):
             less_s = min(behind_s, allowed_s)
             behind_s -= less_s
-            self._allow(_Allowed(step, gate, Credit(allowed_s - less_s), Credit(room_s), saved, in_gap=place > 0))
+            self._allow(_Allowed(step, window, Credit(allowed_s - less_s), Credit(room_s), saved, in_gap=place > 0))
         self.start_more()
 
     def _allow(self, allowed: _Allowed) -> None:
         waiting = self._in_turn()
         if allowed.credit.left_s <= 0 or not waiting:
             return
-        # The longest, as the first in turn may have no samples, and what it leaves must add up to a piece of another.
-        longest_s = max(self._factor(background, allowed) * background.next_s for background in waiting)
-        allowed.saved.add(allowed.credit.take(), piece_s=longest_s)
+        allowed.saved.add(allowed.credit.take(), piece_s=self._longest_s(allowed))
         allowed.credit.left_s = allowed.saved.take()
         allowed.room.left_s = max(allowed.room.left_s, *(background.next_s for background in waiting))
         self._to_start.append(allowed)
+
+    def _longest_s(self, allowed: _Allowed) -> float:
+        """What the longest piece costs: the first in turn may have no samples, and what it leaves must add up to it."""
+        return max((self._factor(x, allowed) * x.next_s for x in self._in_turn()), default=0.0)
 
     def start_more(self) -> bool:
         """Starts what may be started now, in order, some pieces at most; whether there may be more."""
         started = 0
         while self._to_start and started < _AT_ONCE:
             allowed = self._to_start[0]
-            tried = self._start_next(allowed.step, allowed)
+            over = bool(allowed.window.end.query())  # type: ignore[no-untyped-call]
+            tried = _Tried.NOTHING if over else self._start_next(allowed.step, allowed)
             if tried is _Tried.STARTED:
                 started += 1
-            elif tried is _Tried.LATER and not self._is_next_due():
+            elif tried is _Tried.LATER and not self._has_next_begun():
                 return False
             else:
                 self._give_up_first()
         return bool(self._to_start)
 
-    def _is_next_due(self) -> bool:
-        """Whether what is to be started after the first may run already: then the time for the first is over."""
-        return len(self._to_start) > 1 and bool(self._to_start[1].gate.query())  # type: ignore[no-untyped-call]
-
-    def drop_late(self, step: int) -> None:
-        """What was to be started for this step or earlier ones and was not: they are over."""
-        while self._to_start and self._to_start[0].step <= step:
-            self._give_up_first()
+    def _has_next_begun(self) -> bool:
+        """Whether the window after the first has: its work does not wait for that of the first."""
+        return len(self._to_start) > 1 and bool(self._to_start[1].window.begin.query())  # type: ignore[no-untyped-call]
 
     def _give_up_first(self) -> None:
+        """What is left of its credit is the next step's, which may have been allowed its own by now."""
         allowed = self._to_start.popleft()
-        allowed.saved.left_s += allowed.credit.take()
+        heirs = (other for other in self._to_start if other.saved is allowed.saved)
+        if (heir := next(heirs, None)) is None:
+            allowed.saved.left_s += allowed.credit.take()
+        else:
+            heir.credit.left_s += min(allowed.credit.take(), self._longest_s(heir))
 
     def start_idle(self, step: int) -> bool:
         """Starts a piece while the foreground idles before a step, unless enough are on the way; whether it did."""
@@ -194,14 +208,19 @@ class Launches:
         """
         otherwise = _Tried.NOTHING
         for background in self._in_turn():
-            if self._is_full(background) or self._is_early(background, allowed):  # asked once: in a moment it is not
-                if allowed and self._covers(allowed, background):
-                    otherwise = _Tried.LATER
+            covered = allowed is None or self._covers(allowed, background)
+            if self._is_full(background):  # asked once: in a moment it is not
+                otherwise = _Tried.LATER if covered else otherwise
+                continue
+            if not covered:
+                return otherwise
+            if allowed and background.queue is None and not allowed.window.begin.query():  # type: ignore[no-untyped-call]
+                if not self._is_under_way(background):
+                    return _Tried.LATER  # the others have got more, and would take what it is to have
+                otherwise = _Tried.LATER
                 continue
             which, length_s, factor = _which(background), background.next_s, self._factor(background, allowed)
-            if allowed and not self._covers(allowed, background):
-                return otherwise
-            end = background.launch(allowed.gate if allowed else None)
+            end = background.launch(allowed.window.begin if allowed else None)
             if end is None:
                 otherwise = otherwise if background.ended else _Tried.LATER
                 continue
@@ -238,11 +257,8 @@ class Launches:
             queued.popleft()
         return len(queued) >= _MOST_QUEUED
 
-    def _is_early(self, background: Filler, allowed: _Allowed | None) -> bool:
-        """Whether the device has not come to the gate, of a background whose pieces do not wait for it there."""
-        if allowed is None or background.queue is not None:
-            return False
-        return not allowed.gate.query()  # type: ignore[no-untyped-call]
+    def _is_under_way(self, background: Filler) -> bool:
+        return any(piece.which[0] == id(background) and not piece.end.query() for piece in self.under_way)
 
     def _is_hung(self, piece: Launched, step: int) -> bool:
         age = step - piece.step
