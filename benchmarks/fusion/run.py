@@ -5,16 +5,16 @@
     python benchmarks/fusion/run.py --device cuda --dtype fp32 --seconds 150 --without vmap_compiled,resnet18:ours
 
 On CUDA each workload runs in processes of its own (ways that compile, ways that do not, HFTA's code), twenty at once:
-they export and compile side by side; when all have, they take turns on the GPU, by a lock, to be measured. `--seconds`
-ends it all; what was not measured by then says so (turns.py). Each time is the smallest of several: what else a machine
-does only ever adds. On the CPU, where others share the cache and a core's units, a workload's ways take turns of a few
-steps in one process, and each time is the median of all its steps; the rows have the smallest beside it.
+they export and compile side by side; when the first twenty have, they take turns on the GPU, by a lock, to be measured,
+while others build. `--seconds` ends it all; what was not measured by then says so (turns.py). Each time is the smallest
+of several: what else a machine does only ever adds. On the CPU, where others share the cache and a core's units, a
+workload's ways take turns of a few steps in one process, and each time is the median of all its steps; the rows have
+the smallest beside it.
 """
 
 import argparse
 import gc
 import json
-import os
 import platform
 import statistics
 import sys
@@ -226,6 +226,7 @@ def run_part(options: argparse.Namespace) -> None:
         row, ready = rows.pop(0)
         print(json.dumps(row if ready is None else timed(made, row, ready, seconds=0.25)), flush=True)
         del ready
+        give_back(made)
 
 
 def sizes(name: str, way: str, options: argparse.Namespace) -> list[int]:
@@ -243,7 +244,6 @@ def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All processes at once, until the time is up; then the processes under MPS."""
     deadline = time.monotonic() + options.seconds
     kept_s = 0.0 if "processes" in options.without else 10.0 + 3.0 * len(options.only)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     parts = [(n, part) for part, ways in PARTS.items() for n in options.only if wanted(n, ways, options)]
     ended = run_all(
         {f"{name}-{part}": command(name, part, options) for name, part in parts},
@@ -251,6 +251,7 @@ def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
         build_s=options.build_seconds,
         longest_turn_s=_LONGEST_TURN_S,
         until=deadline - kept_s,
+        environment={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"},
     )
     if options.log:
         Path(options.log).write_text("\n".join(f"== {name}\n{one.errors}" for name, one in ended.items()))
@@ -275,7 +276,8 @@ def rows_of(name: str, part: str, ended: Ended, options: argparse.Namespace) -> 
     if part == "hfta" and tried and not ended.why:
         missing = []
     why = ended.why or (ended.errors.strip().splitlines() or ["ended"])[-1][:200]
-    return rows + [{"workload": name, "way": way, "error": why} for way in missing]
+    reasons = [why, *[f"its process ended before: {why}"] * len(missing)]  # they come in order
+    return rows + [{"workload": name, "way": w, "error": reason} for w, reason in zip(missing, reasons, strict=False)]
 
 
 if __name__ == "__main__":

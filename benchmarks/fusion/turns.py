@@ -60,25 +60,41 @@ def _say_whose(lock: IO[str], text: str) -> None:
 
 
 def run_all(
-    commands: Mapping[str, Sequence[str]], *, at_once: int, build_s: float, longest_turn_s: float, until: float
+    commands: Mapping[str, Sequence[str]],
+    *,
+    at_once: int,
+    build_s: float,
+    longest_turn_s: float,
+    until: float,
+    environment: Mapping[str, str],
 ) -> dict[str, Ended]:
     """Runs the commands, by name; no longer than `until`, by the monotonic clock."""
     with tempfile.TemporaryDirectory() as folder:
-        crowd = _Crowd(commands, Path(folder), longest_turn_s)
+        crowd = _Crowd(commands, {**os.environ, **environment}, Path(folder), longest_turn_s)
         begun = time.monotonic()
-        while time.monotonic() < until and crowd.go_on(at_once):
-            if not crowd.building() or time.monotonic() > begun + build_s:
-                (Path(folder) / "go").touch()
-            crowd.stop_who_stays()
-            time.sleep(0.1)
-        return {name: crowd.ended(name) for name in commands}
+        try:
+            while time.monotonic() < until and crowd.go_on(at_once):
+                if not crowd.building() or time.monotonic() > begun + build_s:
+                    (Path(folder) / "go").touch()
+                crowd.stop_who_stays()
+                time.sleep(0.1)
+        finally:  # also when this is interrupted: none is left behind
+            ended = {name: crowd.ended(name) for name in commands}
+        return ended
 
 
 class _Crowd:
     """The processes, seen from outside."""
 
-    def __init__(self, commands: Mapping[str, Sequence[str]], folder: Path, longest_turn_s: float) -> None:
-        self._commands, self._folder, self._longest_turn_s = commands, folder, longest_turn_s
+    def __init__(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        environment: Mapping[str, str],
+        folder: Path,
+        longest_turn_s: float,
+    ) -> None:
+        self._commands, self._environment = commands, environment
+        self._folder, self._longest_turn_s = folder, longest_turn_s
         self._waiting = list(commands)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._why: dict[str, str] = {}
@@ -92,7 +108,7 @@ class _Crowd:
         return alive > 0
 
     def _start(self, name: str) -> None:
-        environment = os.environ | {_FOLDER: str(self._folder), _NAME: name}
+        environment = {**self._environment, _FOLDER: str(self._folder), _NAME: name}
         with self._file(name, "out").open("wb") as output, self._file(name, "err").open("wb") as errors:
             self._running[name] = subprocess.Popen(self._commands[name], stdout=output, stderr=errors, env=environment)
 

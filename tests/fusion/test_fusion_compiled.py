@@ -281,6 +281,18 @@ def test_a_view_that_was_written_down_for_one_layout_holds_for_another() -> None
     torch.testing.assert_close(of_any_layout(written)(x), x.reshape(6, 4).sin())
 
 
+def test_a_view_that_is_written_to_stays_one() -> None:
+    def function(x: Tensor) -> Tensor:
+        x.view(6, 4).add_(1.0)
+        return x * 1.0
+
+    written = of_any_layout(make_fx(function)(torch.randn(2, 3, 4)))
+    x = torch.zeros(2, 3, 4)
+    assert torch.equal(written(x), torch.ones(2, 3, 4))
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        written(torch.zeros(3, 2, 4).transpose(0, 1))  # a copy would be written to, and nobody would see it
+
+
 def test_a_compiled_step_is_refused_after_members_have_changed() -> None:
     x = torch.randn(4, 6)
     array = fuse([nn.Sequential(nn.Linear(6, 3), nn.LeakyReLU(slope)) for slope in (0.1, 0.2)], x)

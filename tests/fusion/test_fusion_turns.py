@@ -32,7 +32,8 @@ def ran(
         for number, (one_s, turn_s) in enumerate(zip(builds_s, turns_s, strict=True))
     }
     until = time.monotonic() + seconds
-    return [*run_all(commands, at_once=at_once, build_s=build_s, longest_turn_s=1.0, until=until).values()]
+    limits = {"build_s": build_s, "longest_turn_s": 1.0, "until": until}
+    return [*run_all(commands, at_once=at_once, environment={}, **limits).values()]
 
 
 def times(ended: Ended) -> list[float]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from burstpool.profiling.profile import Profile
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = "cuda"
@@ -26,8 +28,9 @@ def command(*arguments: object, folder: Path) -> dict[str, Any]:
 
 def test_a_job_is_profiled_and_its_layers_have_times(tmp_path: Path) -> None:
     found = command("profile", "zoo:tiny_vgg", "--device", DEVICE, "--batches", "1,8", "-o", "p.json", folder=tmp_path)
-    assert found["device"]
-    assert (tmp_path / "p.json").is_file()
+    kept = Profile.load(tmp_path / "p.json")
+    assert kept.device == found["device"]
+    assert all(kept.forward_s(layer.name, 8) > 0 for layer in kept.layers)
 
 
 def test_a_job_that_goes_on_trains_what_it_trains_in_one_go(tmp_path: Path) -> None:

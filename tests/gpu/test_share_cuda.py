@@ -138,6 +138,24 @@ def test_a_background_that_fails_ends_or_starts_again_alone(control: dist.Proces
     assert foreground.losses == alone("zoo:tiny_vgg", control)
 
 
+def test_a_long_gap_is_filled(control: dist.ProcessGroup) -> None:
+    """More pieces than a queue holds, more steps than the feeder has loaded."""
+    high, low = streams(torch.device("cuda", 0))
+    foreground = at_work("zoo:tiny_vgg", control, high)
+    foreground.start()
+    background = start_background(at_work("zoo:tiny_vgg", control, low))
+    gap_s = 0.05
+    program = [*range(len(foreground.steps.pieces)), Idle(length_s=gap_s)]
+    gpu = SharedGpu(foreground, (background,), Budget(slowdown=1.2), program=program)
+    gpu.run(80)
+    foreground.feeder.close()
+    background.close()
+    filled = [work_s / gap_s for work_s in gpu.measured.background_s[20:] if work_s]
+    say((len(filled), sum(filled) / len(filled)))
+    assert len(filled) > 40
+    assert sum(filled) / len(filled) > 0.5  # the rest: a step between pieces takes the host some time, too
+
+
 def test_a_background_that_needs_too_much_memory_is_refused(control: dist.ProcessGroup) -> None:
     _, low = streams(torch.device("cuda", 0))
     work = at_work("zoo:tiny_resnet", control, low)

@@ -51,10 +51,12 @@ def test_a_sweep_that_measures_its_size_and_its_ways_trains_the_same(plain: torc
 
 
 def test_trials_that_go_on_after_others_were_stopped_train_the_same(plain: torch.Tensor, tmp_path: Path) -> None:
-    """Halving: places are freed and filled again, arrays are recorded anew."""
-    result = burstpool.sweep(
-        "zoo:tiny_mlp", SPACE, run_folder=tmp_path / "run", search="asha", steps=STEPS, device="cuda", mode="rules"
-    )
+    """Halving, three trials in two places: one that is freed is filled again, arrays are recorded anew."""
+    given = {"search": "asha", "steps": STEPS, "array_size": 2, "mode": "rules"}
+    result = burstpool.sweep("zoo:tiny_mlp", SPACE, run_folder=tmp_path / "run", device="cuda", **given)
+    lengths = [trial.step for trial in result.trials]
+    assert len(lengths) == 3
+    assert min(lengths) < max(lengths) == STEPS
     for trial, losses in SweepFolder(result.folder).read_losses(result.trials):
         alone = plain[SPACE["lr"].index(trial.settings["lr"])]
         assert losses

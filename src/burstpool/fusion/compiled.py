@@ -122,16 +122,23 @@ class _Compiled:
 
 
 def of_any_layout(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same with views that copy where they must.
+    """The graph, changed in place: its views copy where they must, but for those that are written to.
 
     They were written down for the layouts that this device's kernels gave; the compiler's may be others, where a kernel
     returns a dense tensor and the compiler keeps its input's strides.
     """
     for node in graph.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
+        if node.target is torch.ops.aten.view.default and not any(_writes_to(node, user) for user in node.users):
             node.target = torch.ops.aten.reshape.default
     graph.recompile()
     return graph
+
+
+def _writes_to(node: torch.fx.Node, user: torch.fx.Node) -> bool:
+    """Whether an operator changes what the node gives in place."""
+    schema = getattr(user.target, "_schema", None)
+    given = zip(user.args, schema.arguments, strict=False) if schema else ()
+    return any(value is node and argument.is_write for value, argument in given)
 
 
 class CompiledTogether(_Compiled):
