@@ -1,0 +1,168 @@
+"""One process that shares its GPU between a foreground and backgrounds: ours, and streams with nothing held back."""
+
+import collections
+import itertools
+import math
+import multiprocessing as mp
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from gaps import gaps_of
+from jobs import Which, at_work, compared, prepare
+
+LEAST_STEPS = 80
+LONGEST_ALONE_S = 3.0
+"""For which the foreground runs alone before a line of ours, and after it."""
+LONG_STEP_S = 0.03
+"""Of steps longer than that, half as many are the least."""
+PIECE_S = 3e-4
+
+
+def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
+    """Builds all jobs, then does what it is told: (way, background, budget, seconds, a background's step alone)."""
+    from burstpool.share.at_work import BackgroundWork, move
+    from burstpool.share.gpu import alone_in_a_group, streams
+    from burstpool.share.width import Widths
+
+    prepare()
+    with alone_in_a_group() as control:
+        high, low = streams(torch.device("cuda", 0))
+        plain = torch.cuda.Stream()
+        foreground = at_work(which, control, high, 6e-4)
+        works = {str(name): at_work(name, control, low, PIECE_S) for name in backgrounds}
+        pipe.send("ready")
+        pipe.recv()
+        # Once more, now that no other process uses the GPU: pieces are cut and compared by how long they take.
+        for work in (foreground, *works.values()):
+            work.steps.alone_s = math.nan
+            work.steps.capture()
+        unranked = on_plain_stream(foreground, plain)
+        for work in (foreground, *works.values()):
+            lengths = [round(1e3 * time_s, 3) for time_s in work.steps.piece_times_s]
+            print(
+                f"{work.name}: {1e3 * work.steps.alone_s:.3f} ms, pieces {lengths}"[:400], file=sys.stderr, flush=True
+            )
+        widths: dict[str, Widths] = {}
+        pipe.send("ready")
+        while (order := pipe.recv()) is not None:
+            way, name, budget, seconds, own_s = order
+            work = works[name]
+            work.losses.clear()
+            work.steps.alone_s = own_s or work.steps.alone_s
+            try:
+                if way == "ours":
+                    widths[name] = widths.get(name) or Widths(foreground.steps, work.steps)
+                    part = widths[name].take(slowdown=budget)
+                    answer = {**ours(foreground, BackgroundWork(work), budget, seconds, None), "multiprocessors": part}
+                elif work.steps.stream != low:
+                    move(work.steps, low)
+                if way == "gaps":
+                    answer = ours(foreground, BackgroundWork(work), budget, seconds, gaps_of(which, foreground))
+                elif way == "priority":
+                    answer = free(foreground, work, seconds)
+                elif way == "streams":
+                    answer = free(foreground, work, seconds, stream=plain, pieces=unranked)
+            except Exception as error:
+                answer = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            pipe.send(answer)
+
+
+def ours(foreground: Any, background: Any, budget: float, seconds: float, program: Any) -> dict[str, Any]:
+    """Held by the controller, next to the foreground alone before and after."""
+    from burstpool.share.budget import Budget
+    from burstpool.share.gpu import Idle, SharedGpu
+
+    def alone() -> list[float]:
+        gpu = SharedGpu(foreground, (), Budget(slowdown=budget), program=program)
+        gpu.run(max(int(min(0.15 * seconds, LONGEST_ALONE_S) / step_s), least_steps // 3))
+        return gpu.measured.step_s[5:]
+
+    idle_s = sum(part.length_s for part in program or () if isinstance(part, Idle))
+    step_s = foreground.steps.alone_s + idle_s
+    least_steps = LEAST_STEPS if step_s < LONG_STEP_S else LEAST_STEPS // 2
+    plain_s = plain_loop(foreground.steps, foreground.feeder, 40) if program is None else 0.0
+    before = alone()
+    begun = time.monotonic()
+    gpu = SharedGpu(foreground, (background,), Budget(slowdown=budget), program=program)
+    gpu.run(max(int(seconds / step_s), least_steps))
+    took_s = time.monotonic() - begun
+    after = alone()
+    alone_s = statistics.mean(before + after)
+    times = gpu.measured.step_s[20:]
+    work_s = sum(gpu.measured.background_s[20:])
+    kept = work_s / sum(times) * background.work.steps.alone_s / sum(background.work.steps.piece_times_s)
+    return {
+        **compared(times, alone_s, kept),
+        "own_s": background.work.steps.alone_s,
+        "steps": len(times),
+        "took_s": took_s,
+        "background_steps": background.steps_done,
+        "gap_share": idle_s / step_s,
+        "launch_overhead": alone_s / plain_s - 1 if plain_s else None,
+        "overlap_cost": gpu.controller.overlap_cost.value,
+        "base_error": gpu.controller.alone_s / alone_s - 1,
+    }
+
+
+def plain_loop(steps: Any, feeder: Any, count: int) -> float:
+    """Seconds of a step in the usual training loop over the same graphs: no events, no controller."""
+    marks = []
+    losses: collections.deque[Any] = collections.deque()
+    for _ in range(count):
+        steps.begin(feeder.take())
+        with torch.cuda.stream(steps.stream):
+            for piece in steps.pieces:
+                piece()
+        loss = steps.end()
+        with torch.cuda.stream(steps.stream):
+            losses.append(torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True))
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record(steps.stream)
+        if len(marks) > 2:
+            marks[-2].synchronize()
+    torch.cuda.synchronize()
+    return statistics.mean(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks[5:]))
+
+
+def on_plain_stream(work: Any, plain: Any) -> list[Any]:
+    """The same step captured on a stream of the background's priority: a graph keeps that of its capture."""
+    steps = work.steps
+    kept = steps.stream, steps.pieces, steps.piece_times_s, steps.alone_s, steps._graphs, steps._cut
+    steps.stream = plain
+    steps.capture()
+    pieces = [*steps.pieces]
+    work.unranked = steps._graphs, steps._cut
+    steps.stream, steps.pieces, steps.piece_times_s, steps.alone_s, steps._graphs, steps._cut = kept
+    return pieces
+
+
+def free(foreground: Any, work: Any, seconds: float, **unranked: Any) -> dict[str, float]:
+    """Two streams, nothing held back."""
+    from burstpool.share.width import together
+
+    found = together(foreground.steps, work.steps, seconds=seconds, **unranked)
+    return compared(found.step_s[5:], found.alone_s, found.kept)
+
+
+class Sharer:
+    """The sharing process, from outside."""
+
+    def __init__(self, which: Which, backgrounds: Sequence[Which]) -> None:
+        self.pipe, theirs = mp.Pipe()
+        arguments = (which, backgrounds, theirs)
+        self.process = mp.get_context("spawn").Process(target=share, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        assert self.pipe.recv() == "ready"
+
+    def do(self, way: str, background: Which, budget: float, seconds: float, own_s: float | None) -> dict[str, Any]:
+        """`own_s`: a step of the background in a process of its own, where there is one: the most it could have."""
+        self.pipe.send((way, str(background), budget, seconds, own_s))
+        return self.pipe.recv()
