@@ -138,7 +138,7 @@ def _writes_to(node: torch.fx.Node, user: torch.fx.Node) -> bool:
     """Whether an operator changes what the node gives in place."""
     schema = getattr(user.target, "_schema", None)
     given = zip(user.args, schema.arguments, strict=False) if schema else ()
-    return any(value is node and argument.is_write for value, argument in given)
+    return any(value is node and argument.alias_info and argument.alias_info.is_write for value, argument in given)
 
 
 class CompiledTogether(_Compiled):
