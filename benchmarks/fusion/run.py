@@ -165,7 +165,6 @@ def timed(made: Task, row: dict[str, Any], ready: Made, *, seconds: float) -> di
             give_back(made)
     except Exception as error:
         row |= failed(error)
-    give_back(made)  # what an error had kept alive
     return row
 
 
@@ -226,7 +225,7 @@ def run_part(options: argparse.Namespace) -> None:
         row, ready = rows.pop(0)
         print(json.dumps(row if ready is None else timed(made, row, ready, seconds=0.25)), flush=True)
         del ready
-        give_back(made)
+        give_back(made)  # also what an error had kept alive
 
 
 def sizes(name: str, way: str, options: argparse.Namespace) -> list[int]:
