@@ -38,6 +38,8 @@ from workloads import CPU_WORKLOADS, WORKLOADS
 
 _MEASURING = 0.4
 """Share of the time after which small sizes are measured no more."""
+_OF_WHAT_IS_LEFT = 0.6
+"""Share of a workload's time that one try may take."""
 _GIB = 2**30
 Key = tuple[str, str]
 """A workload and a way."""
@@ -254,10 +256,8 @@ def verify(crew: Crew, report: Report, key: Key, *, tries: int, until: float) ->
             report.notes[key] = f"{members:,} members were not tried: the time was up"
             return None
         worker = crew.usable(worker)
-        answer = worker.ask(*key, members, until=until)
-        if answer.get("late"):
-            report.notes[key] = f"{members:,} members: {answer['error']}"
-            return None
+        # One that takes too long leaves time for a smaller one.
+        answer = worker.ask(*key, members, until=time.monotonic() + (until - time.monotonic()) * _OF_WHAT_IS_LEFT)
         return report.add(report.tried, key, members, answer)
 
     tried = search(attempt, measured, limit_bytes=report.limit_bytes, tries=tries)

@@ -11,8 +11,9 @@ models and array are alive at the same time, is counted by their sizes: `build_b
 
 The peak is of the memory that torch's allocator hands out (`ours`, `hfta`: while the step is warmed up, recorded and
 replayed), for separate models of what it holds, as each graph keeps its own. The last of `runs` counts: in the first
-one, libraries try out kernels, some of which take much memory and are not chosen. What CUDA itself holds for a graph is
-not counted, and what the allocator cannot use for its pieces shows only where a size is tried.
+one, libraries try out kernels, some of which take much memory and are not chosen; cuDNN tries its first choice only.
+What CUDA itself holds for a graph is not counted, and what the allocator cannot use for its pieces shows only where a
+size is tried.
 
 On the CPU memory is pretended: `PretendedMemory` counts the bytes of living tensors that operators return, and fails
 as a GPU would. Scratch space within an operator is not seen there.
@@ -217,6 +218,7 @@ def ran_out(error: Exception) -> bool:
 def serve(options: argparse.Namespace) -> None:
     """Answers requests until there are no more. Nothing touches the GPU before the first."""
     torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark_limit = 1  # to try ten kernels for each huge convolution takes minutes
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints, HFTA's code or a library, does not do it among the answers
     if options.hfta:

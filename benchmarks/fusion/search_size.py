@@ -7,10 +7,10 @@ Pure: no clock, no device. Ignores that a larger array may fit where a smaller o
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_FIRST = 0.85
+_FIRST = 0.6
 """Share of the first prediction that is tried first: where single tensors have tens of GiB, the allocator needs much
 room of its own, and a size that was seen to fit tells more than one that was not."""
-_REFINED = 0.99
+_REFINED = 0.95
 """Share of a prediction from a large size that fitted."""
 _UP = 0.04
 """Share to go up by at least where a size fitted: libraries take what memory there is, so that a line may err."""

@@ -41,6 +41,14 @@ def all_are_built() -> None:
 
 
 @contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """No two of these processes at once, while others build or measure; as long as it takes."""
+    with (Path(os.environ[_FOLDER]) / "one").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def turn() -> Iterator[None]:
     """The GPU to oneself, among these processes."""
     with (Path(os.environ[_FOLDER]) / "turn").open("a+") as lock:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from burstpool.errors import FusionError
 from burstpool.fusion import fuse
-from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways, of_any_layout
+from burstpool.fusion.compiled import APART, TOGETHER, CompiledTogether, compiled_ways, of_any_layout
+from burstpool.fusion.gradients import unlike
 from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.dropout import scaled_mask
 from burstpool.fusion.rules.matmul import _BatchedLinear, _linear_batched
@@ -107,6 +108,38 @@ def test_the_fastest_way_is_chosen_and_changes_nothing() -> None:
         step(x)
         states.append(array.member(2).state_dict())
     torch.testing.assert_close(states[1], states[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", ["a member's gradient is another's thousandfold", "a gradient is not a number"])
+def test_a_compiled_way_with_other_gradients_is_left_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = CompiledTogether.__call__
+
+    def mistaken(self: CompiledTogether, inputs: Any, targets: Any) -> Tensor:
+        losses = right(self, inputs, targets)
+        gradient = self.array.state.parameters["first.weight"].grad
+        assert gradient is not None
+        gradient[1] *= 1000.0 if "thousand" in wrong else torch.nan
+        return losses
+
+    monkeypatch.setattr(CompiledTogether, "__call__", mistaken)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    array = fuse(members(Tied), x)
+    before = array.member(1).state_dict()
+    step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.01), square, x, compiled=True)
+    assert step.way in (WRITTEN, APART)
+    assert list(step.left_out) == [TOGETHER]
+    assert "'first.weight' of member 1 has one of norm" in step.left_out[TOGETHER]
+    torch.testing.assert_close(array.member(1).state_dict(), before, rtol=0, atol=0)
+
+
+def test_gradients_that_differ_by_rounding_or_hardly_count_are_alike() -> None:
+    right: dict[str, Tensor | None] = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-6, 1e-6]), "c": None}
+    assert not unlike({**right, "a": torch.tensor([1.5, 0.9])}, right)
+    assert not unlike({**right, "b": torch.tensor([1e-3, 0.0])}, right)
+    assert "'b' of member 0" in unlike({**right, "b": torch.tensor([0.1, 0.0])}, right)
+    assert "'a' of member 1" in unlike({**right, "a": torch.tensor([1.0, 0.0])}, right)
+    assert "'c'" in unlike({**right, "c": torch.tensor([0.0, 0.0])}, right)
+    assert not unlike({"c": None}, {"c": None})
 
 
 def test_what_draws_random_numbers_is_not_compiled_on_the_cpu() -> None:

@@ -19,6 +19,7 @@ from share_on_gpu import (
     at_work,
     say,
     start_background,
+    wide_job,
 )
 
 from burstpool.errors import ShareError
@@ -143,7 +144,8 @@ def test_a_long_gap_is_filled(control: dist.ProcessGroup) -> None:
     high, low = streams(torch.device("cuda", 0))
     foreground = at_work("zoo:tiny_vgg", control, high)
     foreground.start()
-    background = start_background(at_work("zoo:tiny_vgg", control, low))
+    # Steps of some 0.8 ms: with those of a tiny job, 0.2 ms, the host is what takes the time.
+    background = start_background(at_work("wide", control, low, wide_job(num_layers=8)))
     gap_s = 0.05
     program = [*range(len(foreground.steps.pieces)), Idle(length_s=gap_s)]
     gpu = SharedGpu(foreground, (background,), Budget(slowdown=1.2), program=program)

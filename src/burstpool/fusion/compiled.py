@@ -104,8 +104,12 @@ class _Compiled:
                 drawn_from = [self.array.device] if self.array.device.type == "cuda" else []
                 with kernels.plain_operators(), torch.random.fork_rng(devices=drawn_from):
                     graph = make_fx(function)(*[tensor.detach() for tensor in fresh])
-                self._functions[written_for] = torch.compile(of_any_layout(graph), dynamic=False)
+                self._functions[written_for] = torch.compile(of_any_layout(graph), dynamic=False, **self._options())
             return self._functions[written_for](*tensors)
+
+    def _options(self) -> dict[str, Any]:
+        """No padding between rows: torch 2.11 gives a tensor to some kernels with it and to others without."""
+        return {"options": {"comprehensive_padding": False}} if self.array.device.type == "cuda" else {}
 
     def _gradients(
         self, losses: Callable[[Mapping[str, Tensor], Any], Tensor], state: Mapping[str, Tensor], rest: Any

@@ -5,6 +5,7 @@
 
 With `compiled`, torch.compile's versions of forward pass and losses are tried as well, for all members at once and for
 each on its own, and the fastest step is kept; `step.way` says which it was, `step.left_out` what could not be tried.
+One whose gradients are not those of the written step, for a mistake of the compiler's, is left out too.
 
 Recording fixes the batch's shape and the array's members: after `drop` or `admit` make a new one. Learning rates and
 other numbers may change between steps, as they live on the device; a member may be stopped. The loss's own code runs
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 from burstpool.errors import FusionError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
-from burstpool.fusion.gradients import differentiate
+from burstpool.fusion.gradients import differentiate, gradient_norms, unlike
 from burstpool.fusion.lowering import Choices, described, graph_text, short_key
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 from burstpool.fusion.scaler import LossScaler
@@ -39,6 +40,8 @@ _WARM_UP = 3
 
 
 WRITTEN = "as written"
+_Norms = dict[str, Tensor | None]
+"""Of the gradients of an array's parameters, by key."""
 
 
 class RecordedStep:
@@ -163,9 +166,12 @@ class RecordedStep:
             return
         saved, (inputs, targets) = self.array.state_dict(), self._static
         times_s = dict.fromkeys(ways, math.inf)
+        right: _Norms = {}
         for way in ways:
             self.way = way
             try:
+                self._step(inputs, targets)
+                self._compare(right)
                 times_s[way] = timed(lambda: self._step(inputs, targets), self.array.device)  # type: ignore[arg-type]
             except Exception as error:  # the compiler's own
                 self._leave_out(way, error)
@@ -234,10 +240,11 @@ class RecordedStep:
         """Records each way, keeps the one whose replay is shortest."""
         kept: tuple[float, str, torch.cuda.CUDAGraph, Tensor] | None = None
         times_s = dict.fromkeys(ways, math.inf)
+        right: _Norms | None = {} if len(ways) > 1 else None
         for way in ways:
             self.way = way
             try:
-                self._warm_up_and_capture(saved)
+                self._warm_up_and_capture(saved, right)
                 assert self._graph is not None
                 time_s = times_s[way] = replay_time(self._graph, self.array.device) if len(ways) > 1 else 0.0
             except Exception as error:  # of a compiled way: the compiler's own, or no memory for one more
@@ -254,15 +261,18 @@ class RecordedStep:
         if len(ways) > 1:
             self._learnt(times_s)
 
-    def _warm_up_and_capture(self, saved: dict[str, Any]) -> None:
+    def _warm_up_and_capture(self, saved: dict[str, Any], right: _Norms | None) -> None:
+        """`right` are the gradients' norms to compare with, where there are other ways."""
         inputs, targets = self._static
         assert isinstance(self.optimizer, FusedOptimizer)
         self.optimizer.recorded, self._keeps_state = True, self.optimizer.keeps_state
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UP):
+            for step in range(_WARM_UP):
                 self._step(inputs, targets)
+                if step == 0 and right is not None:
+                    self._compare(right)
         torch.cuda.current_stream().wait_stream(side)
         self._rewind(saved)
         self._graph = torch.cuda.CUDAGraph()
@@ -270,6 +280,17 @@ class RecordedStep:
         generators = self.array.streams.generators if draws(self.array.mode) else []
         with recording(self._graph, generators=generators):
             self._losses = self._step(inputs, targets)
+
+    def _compare(self, right: _Norms) -> None:
+        """The first step's gradients in this way: those of the written one, which comes first, are right.
+
+        All ways begin with the same weights and random streams; masks of dropout may still be others.
+        """
+        mine = gradient_norms(self.array.state.parameters)
+        if self.way == WRITTEN:
+            right.update(mine)
+        elif right and (difference := unlike(mine, right)):
+            raise FusionError(f"its gradients are not those of the step as it is written: {difference}")
 
     def _rewind(self, saved: dict[str, Any]) -> None:
         """Undoes the warm-up in place: the recorded step must find its state where it will be."""

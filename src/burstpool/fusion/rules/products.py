@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burstpool.fusion import kernels
 from burstpool.fusion.rules.base import Kernel, Run, autocast_dtype, with_members
 from burstpool.fusion.rules.window import Window
 
@@ -67,8 +68,11 @@ def point_product(window: Window, batched: bool) -> Kernel:
         if channels % _ALIGNED and dtype.itemsize == 2 and x.is_cuda:
             missing = -channels % _ALIGNED
             rows, w_MOC = torch.nn.functional.pad(rows, (0, missing)), torch.nn.functional.pad(w_MOC, (0, missing))
-        if batched:
-            y_MPO: Tensor = _PointProduct.apply(rows, w_MOC)  # type: ignore[no-untyped-call]
+        y_MPO: Tensor
+        if batched and kernels.plain():  # a compiler chooses layouts itself; it cannot take in writing to a given one
+            y_MPO = torch.bmm(rows, w_MOC.transpose(1, 2))
+        elif batched:
+            y_MPO = _PointProduct.apply(rows, w_MOC)  # type: ignore[no-untyped-call]
         else:
             y_MPO = (rows @ w_MOC.flatten(0, 1).t()).view(len(rows), run.members, -1).transpose(0, 1)
         if b_MO is not None:
