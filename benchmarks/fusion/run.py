@@ -46,8 +46,6 @@ PARTS = {
 }
 """Ways that run in one process, in order; those that take long to build come first, those that may not end last."""
 _STEPS_A_TURN = 8
-_LONGEST_TURN_S = 60.0
-"""On the GPU, to record a step and measure it: one who takes longer is stopped."""
 _AT_ONCE = 20
 """Processes: as many as a machine of 16 cores and 128 GiB holds."""
 
@@ -78,6 +76,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--hfta", default="", help="a checkout of UofT-EcoSystem/hfta, to be measured beside")
     parser.add_argument("--seconds", type=float, default=200.0, help="for all of the CUDA part")
     parser.add_argument("--build-seconds", type=float, default=150.0, help="after which measuring begins at the latest")
+    parser.add_argument("--turn-seconds", type=float, default=60.0, help="after which one that is measured is stopped")
     parser.add_argument("--out", default="", help="where to write the JSON object")
     parser.add_argument("--log", default="", help="where to write what the processes had to say")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
@@ -248,7 +247,7 @@ def on_cuda(options: argparse.Namespace) -> list[dict[str, Any]]:
         {f"{name}-{part}": command(name, part, options) for name, part in parts},
         at_once=_AT_ONCE,
         build_s=options.build_seconds,
-        longest_turn_s=_LONGEST_TURN_S,
+        longest_turn_s=options.turn_seconds,
         until=deadline - kept_s,
         environment={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"},
     )

@@ -24,18 +24,15 @@ def _folded_norm(call: Call) -> Lowered | None:
     state = [name for name in _STATE if call[name] is not None]
     if any(not call.is_batched(name) for name in state) or call.rank("input") < 2 or call.per_member():
         return None
-    batched, op, has_formula = call.is_batched("input"), call.op, _has_formula(call)
+    batched, op = call.is_batched("input"), call.op
 
     def kernel(run: Run, x: Tensor, *rest: Any) -> Tensor:
-        if has_formula and kernels.plain():
-            # torch 2.11's compiler reads what cuDNN's backward pass would give beyond its end, for some layouts.
-            return _batch_norm_formula(run, x, *rest)
         x_NC = channels_folded(x if batched else with_members(x, run.members))
         flat = [None if t is None else t.view(-1) for t in rest[:4]]
         return channels_unfolded(op(x_NC, *flat, *rest[4:]), run.members)
 
     others: dict[str, Kernel] = {}
-    if has_formula:
+    if _has_formula(call):
         others["formula"] = _batch_norm_formula
         if call.tensor("input").device.type == "cuda":
             others["kernel"] = _in_one(kernel)
