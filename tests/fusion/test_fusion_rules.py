@@ -142,6 +142,55 @@ def test_chains_that_were_merged_do_what_their_operators_do(monkeypatch: pytest.
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
+class Cloud(nn.Module):
+    """Points through a norm, and the largest of them; `read` says what of it is."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.layer, self.norm, self.read = nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        y = y if self.read == "no activation" else torch.relu(y)
+        if self.read == "over channels":
+            return y.max(1).values
+        values, places = y.max(-1, keepdim=self.read == "kept")
+        if self.read == "what is between":
+            return values + y.mean(2)
+        return values + places if self.read == "the places" else values
+
+
+@pytest.mark.parametrize(
+    ("read", "joins"),
+    [
+        ("", True),
+        ("kept", True),
+        ("no activation", True),
+        ("the places", False),
+        ("over channels", False),
+        ("what is between", False),
+    ],
+)
+def test_a_maximum_joins_the_norm_where_only_its_values_over_rows_are_read(
+    read: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, torch.ops.aten.batch_norm, offering_the_kernel)
+    x, results = torch.randn(5, 3, 7, dtype=torch.float64), []
+    for merges in (False, True):
+        torch.manual_seed(0)
+        array = fuse([Cloud(read).double() for _ in range(3)], x)
+        plan = array.mode.plan(frozenset())
+        if merges:
+            plan.merge()
+            (why,) = [step.lowered.why for step in plan.steps if "in one kernel" in step.lowered.why]
+            assert ("max" in why) == joins
+        losses = array.losses(x, lambda out: out.square().mean())
+        losses.sum().backward()
+        results.append([losses.detach(), *(p.grad for p in array.parameters()), *array.state.buffers.values()])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
 def offering_the_kernel(call: Any) -> Any:
     lowered = norms._folded_norm(call)
     return lowered and dataclasses.replace(lowered, others={**lowered.others, "kernel": lowered.kernel})

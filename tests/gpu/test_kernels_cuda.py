@@ -74,6 +74,50 @@ def test_batch_norm_in_one_kernel_is_torchs(layout: Any, activation: str, summed
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("layout", [members_between, members_outermost])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(3, 17, 24, 45), (2, 5, 130, 2500), (2, 9, 3, 1), (4, 1, 64, 33)])
+def test_batch_norm_and_the_maximum_over_rows_in_one_are_torchs(
+    layout: Any, activation: str, shape: tuple[int, ...]
+) -> None:
+    from burstpool.fusion.kernels.batchnorm import rows_of
+    from burstpool.fusion.kernels.normmax import batch_norm_max
+
+    torch.manual_seed(0)
+    members, samples, channels, _ = shape
+    x = layout(shape).requires_grad_()
+    weight, bias = (torch.randn(members, channels, device="cuda", requires_grad=True) for _ in range(2))
+    offset = torch.randn(members, channels, device="cuda")
+    mine = [torch.zeros(members, channels, device="cuda"), torch.ones(members, channels, device="cuda")]
+    theirs = [t.clone() for t in mine]
+    state = (weight, bias, mine[0], mine[1])
+    y = batch_norm_max(rows_of(x), samples, offset, state, momentum=0.1, eps=1e-5, activation=activation, slope=0.2)
+    moved = x + offset.view(members, 1, channels, 1)
+    flat = [t.view(-1) for t in (*theirs, weight, bias)]
+    wanted = F.batch_norm(moved.transpose(0, 1).flatten(1, 2), *flat, True, 0.1, 1e-5)
+    wanted = ACTIVATIONS[activation](wanted.view(samples, members, channels, -1).transpose(0, 1)).max(3).values
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    gradient, leaves = torch.randn_like(wanted), [x, weight, bias]
+    pairs = zip(torch.autograd.grad(y, leaves, gradient), torch.autograd.grad(wanted, leaves, gradient), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_maximum_after_batch_norm_is_nan_where_the_channel_is() -> None:
+    from burstpool.fusion.kernels.batchnorm import rows_of
+    from burstpool.fusion.kernels.normmax import batch_norm_max
+
+    x = members_outermost((2, 4, 6, 10))
+    x[1, 2, 3, 4] = torch.nan
+    ones, zeros = (torch.full((2, 6), value, device="cuda") for value in (1.0, 0.0))
+    state = (ones, zeros, zeros.clone(), ones.clone())
+    y = batch_norm_max(rows_of(x), 4, None, state, momentum=0.1, eps=1e-5, activation="relu")
+    assert y[1, :, 3].isnan().all()
+    assert int(y.isnan().sum()) == 4
+
+
 @pytest.mark.parametrize("features", [5, 200, 1000])
 def test_layer_norm_in_one_kernel_is_torchs(features: int) -> None:
     from burstpool.fusion.kernels.layernorm import layer_norm

@@ -1,4 +1,6 @@
-"""Merging: batch norm in training with the sum and the activation that follow it, as one kernel.
+"""Merging: batch norm in training with the sum, the activation and the maximum that follow it, as one kernel.
+
+The maximum is that over the rows of a sample, as point networks take it of a cloud, where nobody asks in which row.
 
 The bias of a convolution or linear layer before it goes along: the norm takes it away again, so that it moves the
 running mean only, and adding it to the activations would be a pass over memory for nothing.
@@ -9,6 +11,7 @@ innermost in memory, no double precision; else, and where measuring says so, its
 """
 # ruff: noqa: N806 -- shape suffixes are capitals
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +23,7 @@ from burstpool.fusion.plan import Step
 from burstpool.fusion.rules import Lowered, PerMember, Run
 from burstpool.fusion.rules.base import Kernel
 from burstpool.fusion.rules.layout import per_channel
-from burstpool.fusion.rules.norms import norm_in_one
+from burstpool.fusion.rules.norms import largest_in_one, norm_in_one
 
 aten = torch.ops.aten
 
@@ -57,6 +60,7 @@ class _Chain:
     sum: Step | None
     residual: fx.Node | None
     activation: Step | None
+    maximum: Step | None
 
     @property
     def bias(self) -> Any:
@@ -64,7 +68,7 @@ class _Chain:
 
     @property
     def steps(self) -> list[Step]:
-        return [step for step in (self.norm, self.sum, self.activation) if step is not None]
+        return [step for step in (self.norm, self.sum, self.activation, self.maximum) if step is not None]
 
 
 def merged(
@@ -103,10 +107,13 @@ def _chain(
         if residual is not None:
             sum_, following = following, None if following.node in kept else _only_user(following.node, by_node)
     activation = following if following is not None and _follows(following, residual is not None) else None
+    if activation is not None:
+        following = None if activation.node in kept else _only_user(activation.node, by_node)
+    maximum = following if following is not None and sum_ is None and _is_over_rows(following, kept) else None
     layer = _biased(step.arguments[0], by_node, kept, batched)
-    if sum_ is None and activation is None and layer is None:
+    if sum_ is None and activation is None and maximum is None and layer is None:
         return None
-    return _Chain(step, layer, sum_, residual, activation)
+    return _Chain(step, layer, sum_, residual, activation, maximum)
 
 
 def _biased(
@@ -159,6 +166,15 @@ def _follows(step: Step, summed: bool) -> bool:
     return not summed or name in _BY_SIGN
 
 
+def _is_over_rows(step: Step, kept: set[fx.Node]) -> bool:
+    """Whether the step is the maximum of [N, C, L] over L, of which only the values are read."""
+    if step.node.target is not aten.max.dim or step.node in kept or step.lowered.way != "rule":
+        return False
+    x, dim, _ = step.arguments
+    over_rows = isinstance(x, fx.Node) and x.meta["val"].dim() == 3 and dim in (2, -1)
+    return over_rows and all(user.target is operator.getitem and user.args[1] == 0 for user in step.node.users)
+
+
 def _as_one(chain: _Chain) -> Step:
     last = chain.steps[-1]
     arguments = [*chain.norm.arguments, chain.bias, chain.residual]
@@ -171,7 +187,7 @@ def _as_one(chain: _Chain) -> Step:
 
 def _apart(chain: _Chain) -> Kernel:
     """The chain's operators, one after another."""
-    norm, sum_, activation = chain.norm, chain.sum, chain.activation
+    norm, sum_, activation, maximum = chain.norm, chain.sum, chain.activation, chain.maximum
     first = sum_ is None or sum_.arguments[0] is norm.node
 
     def kernel(run: Run, x: Tensor, *arguments: Any) -> Any:
@@ -181,19 +197,26 @@ def _apart(chain: _Chain) -> Kernel:
         y = norm.lowered.kernel(run, x, *rest)
         if sum_ is not None:
             y = sum_.lowered.kernel(run, *((y, residual) if first else (residual, y)), 1)
-        return y if activation is None else activation.lowered.kernel(run, y, *activation.arguments[1:])
+        for step in (activation, maximum):
+            y = y if step is None else step.lowered.kernel(run, y, *step.arguments[1:])
+        return y
 
     return kernel
 
 
 def _together(chain: _Chain, apart: Kernel) -> Kernel:
-    activation = chain.activation
+    activation, maximum = chain.activation, chain.maximum
     name = "" if activation is None else _ACTIVATIONS[activation.node.target]  # type: ignore[index]
     slope = float(activation.arguments[1]) if activation is not None and name == "leaky_relu" else 0.0
 
     def kernel(run: Run, *arguments: Any) -> Any:
         *norm, bias_MC, residual = arguments
-        y = norm_in_one(norm, residual, bias_MC, name, slope)
-        return apart(run, *arguments) if y is None else y
+        if maximum is None:
+            y = norm_in_one(norm, residual, bias_MC, name, slope)
+            return apart(run, *arguments) if y is None else y
+        y = largest_in_one(norm, bias_MC, name, slope)
+        if y is None:
+            return apart(run, *arguments)
+        return (y.unsqueeze(-1) if maximum.arguments[2] else y,)
 
     return kernel

@@ -72,6 +72,23 @@ def norm_in_one(
     return y.view(*x.shape[:2], *x.shape[3:], -1).movedim(-1, 2)
 
 
+def largest_in_one(
+    arguments: Sequence[Any], offset: Tensor | None = None, activation: str = "", slope: float = 0.0
+) -> Tensor | None:
+    """[M, N, C]: the largest over L of batch norm of x [M, N, C, L] through the activation; None where it cannot."""
+    x, weight, bias, mean, var, _, momentum, eps, _ = arguments
+    if not kernels.usable(x):
+        return None
+    from burstpool.fusion.kernels.batchnorm import rows_of
+    from burstpool.fusion.kernels.normmax import batch_norm_max
+
+    rows, state = rows_of(x), (weight, bias, mean, var)
+    if rows is None:
+        return None
+    numbers = {"momentum": momentum, "eps": eps}
+    return batch_norm_max(rows, x.shape[1], offset, state, **numbers, activation=activation, slope=slope)
+
+
 def _has_formula(call: Call) -> bool:
     names = ("weight", "bias", "running_mean", "running_var")
     is_batch_norm = call.op.overloadpacket is aten.batch_norm
