@@ -38,8 +38,9 @@ from workloads import CPU_WORKLOADS, WORKLOADS
 
 _MEASURING = 0.4
 """Share of the time after which small sizes are measured no more."""
-_OF_WHAT_IS_LEFT = 0.6
-"""Share of a workload's time that one try may take."""
+_OF_WHAT_IS_LEFT, _LEAST_TRY_S = 0.6, 15.0
+"""Share of a workload's time that one try may take, and how long it may in any case: a process of its own has to import
+torch and capture the model first."""
 _GIB = 2**30
 Key = tuple[str, str]
 """A workload and a way."""
@@ -54,7 +55,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         crew = Crew(options, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         stack.callback(crew.close)
-        report = Report(options)
+        report = Report(options, deadline)
         measure_all(crew, report, until=time.monotonic() + _MEASURING * options.seconds)
         waiting = [((name, "ours"), options.tries) for name in options.only]
         waiting += [((name, "hfta"), 1) for name in options.only if options.hfta and hfta_code.known(name)]
@@ -97,8 +98,8 @@ def parsed() -> argparse.Namespace:
 class Report:
     """What was found so far."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, deadline: float) -> None:
+        self.options, self.deadline = options, deadline
         self.measured: dict[Key, list[Tried]] = {}
         self.tried: dict[Key, list[Tried]] = {}
         self.notes: dict[Key, str] = {}
@@ -252,12 +253,17 @@ def verify(crew: Crew, report: Report, key: Key, *, tries: int, until: float) ->
     def attempt(members: int) -> Tried | None:
         nonlocal worker
         last_s = max((one.seconds for one in report.tried.get(key, [])), default=0.0)
-        if time.monotonic() + last_s > until:
+        now = time.monotonic()
+        if now + last_s > until:
             report.notes[key] = f"{members:,} members were not tried: the time was up"
             return None
         worker = crew.usable(worker)
         # One that takes too long leaves time for a smaller one.
-        answer = worker.ask(*key, members, until=time.monotonic() + (until - time.monotonic()) * _OF_WHAT_IS_LEFT)
+        ends = min(now + max((until - now) * _OF_WHAT_IS_LEFT, _LEAST_TRY_S), report.deadline)
+        answer = worker.ask(*key, members, until=ends)
+        if answer.get("late") and ends - now < _LEAST_TRY_S:
+            report.notes[key] = f"{members:,} members were not tried to the end: the time was up"
+            return None
         return report.add(report.tried, key, members, answer)
 
     tried = search(attempt, measured, limit_bytes=report.limit_bytes, tries=tries)

@@ -59,7 +59,7 @@ class Worker:
             line = self._answers.get(timeout=max(0.0, until - begun))
         except queue.Empty:
             self.close()
-            return {"error": f"not done within {time.monotonic() - begun:.0f} s", "by_memory": False}
+            return {"error": f"not done within {time.monotonic() - begun:.0f} s", "by_memory": False, "late": True}
         except (BrokenPipeError, ValueError):  # it has ended, or was closed
             line = ""
         if not line:
