@@ -1,13 +1,13 @@
 """The benchmark's picture: for each workload, how many times as fast as serial eager each way is; a logarithmic scale.
 
-python benchmarks/fusion/plot.py results.json [more.json] -o docs/pictures/fusion.svg
+python benchmarks/fusion/plot.py results.json [more.json] [--runs 5,2] -o docs/pictures/fusion.svg     as tables.py
 """
 
 import argparse
 import math
 from pathlib import Path
 
-from tables import Rates, best_rates, merged
+from tables import Rates, chosen, with_rows
 
 from burstpool.report.svg import label, line, picture, rect, standalone
 
@@ -64,11 +64,10 @@ def drawn(rates: Rates) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the benchmark's results.")
-    parser.add_argument("files", nargs="+")
+    parser = with_rows(argparse.ArgumentParser(description="Draw the benchmark's results."))
     parser.add_argument("-o", "--output", default="fusion.svg")
     options = parser.parse_args()
-    Path(options.output).write_text(drawn(best_rates(merged(options.files))))
+    Path(options.output).write_text(drawn(chosen(options)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """Tables of the benchmark's rows: the best size of each way, and ratios.
 
-python benchmarks/fusion/tables.py results.json [more.json]      one table of several runs, later ones first
+    python benchmarks/fusion/tables.py results.json [more.json]            several files: later ones first
+    python benchmarks/fusion/tables.py results.json --runs 4,5             run 4, and run 5 for what it has no figure of
+    python benchmarks/fusion/tables.py results.json --runs 5,2 --fastest serial_eager
+
+Where rows name the run that they are of and `--runs` is not given, the fastest of all runs counts.
 """
 
+import argparse
 import json
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +69,51 @@ def _summary(rates: Rates) -> Iterator[str]:
 
 
 def merged(files: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of several runs; where two measured the same workload and way, those of the later file."""
+    """The rows of several files; where two measured the same workload and way, those of the later file."""
+    return _first([json.loads(Path(file).read_text())["rows"] for file in reversed(files)])
+
+
+def of_runs(
+    rows: Sequence[dict[str, Any]], runs: Sequence[int], *, fastest: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Of each workload and way the rows of the first of these runs that has a figure; `fastest` ways of all runs."""
+    kept = [row for row in rows if row["way"] in fastest]
+    return kept + _first([[row for row in rows if row.get("run") == run and row["way"] not in fastest] for run in runs])
+
+
+def _first(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of each workload and way the rows of the first run that has a figure, or else that has a reason why not."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for file in files:
+    for rows in runs:
         new: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for row in json.loads(Path(file).read_text())["rows"]:
+        for row in rows:
             new.setdefault((row["workload"], row["way"]), []).append(row)
-        for key, rows in new.items():
-            if key not in found or any("samples_per_s" in row for row in rows):
-                found[key] = rows
-    return [row for rows in found.values() for row in rows]
+        for key, its_rows in new.items():
+            if key not in found or (not _measured(found[key]) and _measured(its_rows)):
+                found[key] = its_rows
+    return [row for its_rows in found.values() for row in its_rows]
+
+
+def _measured(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any("samples_per_s" in row for row in rows)
+
+
+def with_rows(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The options that `chosen` reads."""
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--runs", default="", help="by commas: a figure is of the first of these that has one")
+    parser.add_argument("--fastest", default="", help="ways, by commas, of which the fastest of all runs counts anyway")
+    return parser
+
+
+def chosen(options: argparse.Namespace) -> Rates:
+    """What the options ask for."""
+    rows = merged(options.files)
+    if options.runs:
+        runs = [int(run) for run in options.runs.split(",")]
+        rows = of_runs(rows, runs, fastest=options.fastest.split(","))
+    return best_rates(rows)
 
 
 if __name__ == "__main__":
-    print(table(best_rates(merged(sys.argv[1:]))))
+    print(table(chosen(with_rows(argparse.ArgumentParser(description="Tables of results.")).parse_args())))
