@@ -7,7 +7,7 @@ First all workloads at once, each in a process of its own: the peak memory of a 
 through them. Then, one workload after another with the GPU to itself, in a fresh process: a step of an array of about
 the size that the line says fits; smaller where memory runs out, larger where it does not, `--tries` times. `largest`
 was seen to train, `smallest_not` was seen not to. How many separate models would fit with a recorded step each, which
-is what streams could hold, is by the line alone; HFTA's own array is tried once. What is measured is said in
+is what streams could hold, is by the line alone; HFTA's own array is tried as ours is. What is measured is said in
 memory_use.py, which size is tried next in search_size.py.
 
 `--seconds` ends it all; what was not reached says so. A workload gets at most twice its share of the time that is left.
@@ -58,7 +58,7 @@ def main() -> None:
         report = Report(options, deadline)
         measure_all(crew, report, until=time.monotonic() + _MEASURING * options.seconds)
         waiting = [((name, "ours"), options.tries) for name in options.only]
-        waiting += [((name, "hfta"), 1) for name in options.only if options.hfta and hfta_code.known(name)]
+        waiting += [((name, "hfta"), options.tries) for name in options.only if options.hfta and hfta_code.known(name)]
         while waiting:
             left_s, share = deadline - time.monotonic(), waiting[0][1] / sum(tries for _, tries in waiting)
             key, tries = waiting.pop(0)
@@ -118,7 +118,9 @@ class Report:
 
     def add(self, kept: dict[Key, list[Tried]], key: Key, members: int, answer: Mapping[str, Any]) -> Tried:
         """Writes an answer down."""
-        given = {name: answer[name] for name in ("peak_bytes", "error", "by_memory", "seconds") if name in answer}
+        given = {
+            name: answer[name] for name in ("peak_bytes", "error", "by_memory", "late", "seconds") if name in answer
+        }
         found = Tried(members=members, fits="error" not in answer, **given)
         with self._lock:
             kept.setdefault(key, []).append(found)
@@ -144,7 +146,7 @@ class Report:
         """A workload and a way: what was seen, what the line says."""
         measured, tried = self.measured.get(key, []), self.tried.get(key, [])
         line = line_through(measured)
-        fits, fails = bounds([*measured, *tried])
+        fits, fails = bounds([*measured, *(one for one in tried if not one.late)])
         row: dict[str, Any] = {"workload": key[0], "way": key[1], "largest": fits or None, "smallest_not": fails}
         row["peak_bytes"] = next((one.peak_bytes for one in (*tried, *measured) if one.fits and one.members == fits), 0)
         if line is not None:
@@ -275,7 +277,9 @@ def explain(report: Report, key: Key, tried: Sequence[Tried]) -> None:
     """A note where it was not memory that ended it."""
     fits, fails = bounds([*report.measured.get(key, []), *tried])
     for one in tried:
-        if one.members == fails and not one.by_memory:
+        if one.late:
+            report.notes[key] = f"{one.members:,} members: {one.error}"
+        elif one.members == fails and not one.by_memory:
             report.notes[key] = f"{fails:,} members fail by something else than memory: {one.error}"
     if tried and not any(one.fits for one in tried):
         report.notes.setdefault(key, f"no size that was tried fitted; {fits} members, measured before, did")

@@ -32,6 +32,8 @@ class Tried:
     """Why it does not fit."""
     by_memory: bool = True
     """Whether it is memory that was missing, where it does not fit."""
+    late: bool = False
+    """Whether it was not done in the time that there was, which says nothing of the size."""
     seconds: float = 0.0
 
 

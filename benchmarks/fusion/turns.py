@@ -2,8 +2,7 @@
 
 `run_all` starts them, some at once, and returns what each had to say. A process calls `all_are_built` when it has built
 what it measures, which returns when all others have too or have had their time, and measures within `turn()`, with the
-GPU to itself; building takes a turn where it measures, too. One that stays longer than it may is stopped, lest the
-others wait for it to the end.
+GPU to itself. One that stays longer than it may is stopped, lest the others wait for it to the end.
 
 Knows nothing of what is measured. What a process started later builds while others measure already does meet them.
 """
@@ -42,11 +41,11 @@ def all_are_built() -> None:
 
 
 @contextmanager
-def turn(*, limited: bool = True) -> Iterator[None]:
-    """The GPU to oneself, among these processes; no longer than one may, if `limited`."""
+def turn() -> Iterator[None]:
+    """The GPU to oneself, among these processes."""
     with (Path(os.environ[_FOLDER]) / "turn").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _say_whose(lock, f"{os.getpid()} {time.time()}" if limited else "")
+        _say_whose(lock, f"{os.getpid()} {time.time()}")
         try:
             yield
         finally:

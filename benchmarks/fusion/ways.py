@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from turns import turn
 from workloads import Task
 
 from burstpool.fusion import fuse
@@ -195,8 +194,7 @@ def fused_fastest(task: Task, members: int) -> Made:
 def ours(task: Task, members: int) -> Made:
     """This package: `mode="fastest"`, the whole step recorded, compiled where that is faster."""
     recorded_array(task, fused_array(task, 2, "measured"), compiled=False)  # compiles our kernels into their cache
-    with turn(limited=False):  # its choices are measured
-        array = fused_array(task, members, "fastest")
+    array = fused_array(task, members, "fastest")
     ways, _ = compiled_ways(array, task.job.loss, autocast=task.dtype)
     for way in ways.values() if task.compiled else ():
         with contextlib.suppress(Exception):  # a way that cannot be had; the step says why

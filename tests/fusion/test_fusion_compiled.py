@@ -12,8 +12,15 @@ from torch.nn import functional as F
 
 from burstpool.errors import FusionError
 from burstpool.fusion import fuse
-from burstpool.fusion.compiled import APART, TOGETHER, CompiledTogether, compiled_ways, of_any_layout
-from burstpool.fusion.gradients import unlike
+from burstpool.fusion.alike import Seen, unlike
+from burstpool.fusion.compiled import (
+    APART,
+    TOGETHER,
+    CompiledTogether,
+    compiled_ways,
+    compiler_options,
+    of_any_layout,
+)
 from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.dropout import scaled_mask
 from burstpool.fusion.rules.matmul import _BatchedLinear, _linear_batched
@@ -110,36 +117,102 @@ def test_the_fastest_way_is_chosen_and_changes_nothing() -> None:
     torch.testing.assert_close(states[1], states[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("wrong", ["a member's gradient is another's thousandfold", "a gradient is not a number"])
-def test_a_compiled_way_with_other_gradients_is_left_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+WRONG = {
+    "a member's gradient": "'first.weight' of member 1 has a gradient of norm",
+    "not a number": "'first.weight' of member 1 has a gradient of norm nan",
+    "a loss": "the loss of member 2 is",
+    "no gradient": "'first.weight' has a gradient in one of them only",
+}
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("known", [False, True], ids=["new", "chosen before"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_compiled_way_that_does_something_else_is_left_out(
+    wrong: str, known: bool, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = CompiledTogether.__call__
 
     def mistaken(self: CompiledTogether, inputs: Any, targets: Any) -> Tensor:
         losses = right(self, inputs, targets)
-        gradient = self.array.state.parameters["first.weight"].grad
-        assert gradient is not None
-        gradient[1] *= 1000.0 if "thousand" in wrong else torch.nan
-        return losses
+        parameter = self.array.state.parameters["first.weight"]
+        assert parameter.grad is not None
+        parameter.grad[1] *= {"a member's gradient": 1000.0, "not a number": torch.nan}.get(wrong, 1.0)
+        if wrong == "no gradient":
+            parameter.grad = None
+        return losses + torch.tensor([0.0, 0.0, 2.0 if wrong == "a loss" else 0.0])
 
     monkeypatch.setattr(CompiledTogether, "__call__", mistaken)
+    if known:
+        monkeypatch.setattr(RecordedStep, "_ways_to_try", lambda self: [TOGETHER])
     x = torch.randn(5, 6, dtype=torch.float64)
     array = fuse(members(Tied), x)
     before = array.member(1).state_dict()
-    step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.01), square, x, compiled=True)
-    assert step.way in (WRITTEN, APART)
+    optimizer = array.optimizer(torch.optim.SGD, lr=0.01)
+    step = RecordedStep(array, optimizer, square, x, compiled=True, max_norm=max_norm)
+    assert step.way in ((WRITTEN,) if known else (WRITTEN, APART))
     assert list(step.left_out) == [TOGETHER]
-    assert "'first.weight' of member 1 has one of norm" in step.left_out[TOGETHER]
+    assert WRONG[wrong] in step.left_out[TOGETHER]
     torch.testing.assert_close(array.member(1).state_dict(), before, rtol=0, atol=0)
 
 
-def test_gradients_that_differ_by_rounding_or_hardly_count_are_alike() -> None:
-    right: dict[str, Tensor | None] = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-6, 1e-6]), "c": None}
-    assert not unlike({**right, "a": torch.tensor([1.5, 0.9])}, right)
-    assert not unlike({**right, "b": torch.tensor([1e-3, 0.0])}, right)
-    assert "'b' of member 0" in unlike({**right, "b": torch.tensor([0.1, 0.0])}, right)
-    assert "'a' of member 1" in unlike({**right, "a": torch.tensor([1.0, 0.0])}, right)
-    assert "'c'" in unlike({**right, "c": torch.tensor([0.0, 0.0])}, right)
-    assert not unlike({"c": None}, {"c": None})
+def test_what_is_compiled_for_a_gpu_has_no_padded_rows() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    unpadded = {"comprehensive_padding": False}
+    assert compiler_options(cpu, {"mode": "reduce-overhead"}) == {"dynamic": False, "mode": "reduce-overhead"}
+    assert compiler_options(gpu) == {"dynamic": False, "options": unpadded}
+    assert compiler_options(gpu, {"backend": "aot_eager"}) == {"dynamic": False, "backend": "aot_eager"}
+    given = compiler_options(gpu, {"mode": "max-autotune-no-cudagraphs", "dynamic": True})
+    assert given == {"dynamic": True, "options": {**unpadded, "max_autotune": True, "coordinate_descent_tuning": True}}
+    assert compiler_options(gpu, {"options": {"max_autotune": True}})["options"] == {**unpadded, "max_autotune": True}
+
+
+def test_a_way_that_was_chosen_before_is_taken_if_it_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedStep, "_ways_to_try", lambda self: [TOGETHER])
+    x = torch.randn(5, 6, dtype=torch.float64)
+    array = fuse(members(Tied), x)
+    step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.01), square, x, compiled=True)
+    assert (step.way, step.left_out) == (TOGETHER, {})
+
+
+class Scaled(nn.Module):
+    """A parameter that is one number, and gradients that are zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(6, 4)
+        self.norm = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x)).mean(1) + self.scale
+
+
+@pytest.mark.parametrize("loss", [square, torch.mean])
+def test_numbers_and_rounding_are_no_reason_to_leave_a_way_out(loss: Any) -> None:
+    x = torch.randn(5, 6)
+    array = fuse([module.float() for module in members(Scaled)], x)
+    step = RecordedStep(array, array.optimizer(torch.optim.SGD, lr=0.01), loss, x, compiled=True)
+    assert not step.left_out
+
+
+def test_steps_are_alike_where_they_differ_by_rounding_or_in_what_hardly_counts() -> None:
+    def with_norms(**norms: Any) -> Seen:
+        changed = {key: None if value is None else torch.tensor(value) for key, value in norms.items()}
+        given = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-6, 1e-6]), "c": None}
+        return Seen(torch.tensor([1.0, 1.0]), {**given, **changed})
+
+    right = with_norms()
+    assert not unlike(with_norms(a=[1.5, 0.9]), right, random=False)
+    assert not unlike(with_norms(b=[1e-3, 0.0]), right, random=False)
+    assert "'b' of member 0" in unlike(with_norms(b=[0.1, 0.0]), right, random=False)
+    assert "'a' of member 1" in unlike(with_norms(a=[1.0, 0.0]), right, random=False)
+    assert "'c'" in unlike(with_norms(c=[0.0, 0.0]), right, random=False)
+    assert not unlike(with_norms(a=[0.0, 0.0], b=[0.5, 0.5]), right, random=True)
+    assert "the gradient of member 1" in unlike(with_norms(b=[0.5, 1e3]), right, random=True)
+    assert "the gradient of member 0" in unlike(with_norms(b=[torch.nan, 0.0]), right, random=True)
+    empty = Seen(torch.tensor([0.0]), {"c": None})
+    assert not unlike(empty, empty, random=False)
+    assert "the loss of member 0" in unlike(Seen(torch.tensor([torch.nan]), {"c": None}), empty, random=True)
 
 
 def test_what_draws_random_numbers_is_not_compiled_on_the_cpu() -> None:

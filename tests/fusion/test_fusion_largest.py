@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import largest  # noqa: E402
 import memory_use  # noqa: E402
 from search_size import Line, Tried, bounds, line_through, next_size, search  # noqa: E402
 from workers import Crew  # noqa: E402
-from workloads import task  # noqa: E402
+from workloads import CPU_WORKLOADS, task  # noqa: E402
 
 MEMORY = 1_000_000
 SMALL = (2, 4)
@@ -91,6 +92,17 @@ def test_four_tries_come_within_six_percent_where_the_line_is_off_by_a_few(large
     measured = [attempt(members) for members in SMALL]
     fits, _ = bounds([*measured, *search(attempt, measured, limit_bytes=MEMORY, tries=4)])
     assert fits >= 0.94 * largest - 1
+
+
+def test_a_try_that_was_not_done_in_time_says_nothing_of_its_size() -> None:
+    options: Any = SimpleNamespace(device="cpu", dtype="fp32", out="", hfta="", only=["tiny_mlp"], known=CPU_WORKLOADS)
+    report, key = largest.Report(options, 0.0), ("tiny_mlp", "ours")
+    for members in SMALL:
+        report.add(report.measured, key, members, {"peak_bytes": 100 * members})
+    report.add(report.tried, key, 100, {"error": "not done within 9 s", "by_memory": False, "late": True})
+    report.add(report.tried, key, 50, {"peak_bytes": 5000})
+    row = report.row(key)
+    assert (row["largest"], row["smallest_not"]) == (50, None)
 
 
 def test_a_line_needs_two_sizes_that_fitted() -> None:

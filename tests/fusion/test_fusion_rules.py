@@ -191,6 +191,40 @@ def test_a_maximum_joins_the_norm_where_only_its_values_over_rows_are_read(
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
+class SharedNorm(nn.Module):
+    """A norm that is used twice, or whose statistics are read, before what follows it has run."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(3, 6, 1), nn.Conv1d(3, 6, 1)
+        self.norm, self.read = nn.BatchNorm1d(6, momentum=0.5), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.relu(self.norm(self.first(x)))
+        if self.read:
+            return self.norm.running_mean * 2.0 + a.max(2).values
+        b = self.norm(self.second(x))
+        return 2 * torch.relu(b).max(2).values + a.max(2).values
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_norm_stays_before_what_else_uses_its_statistics(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, torch.ops.aten.batch_norm, offering_the_kernel)
+    x, results = torch.randn(5, 3, 7, dtype=torch.float64), []
+    for merges in (False, True):
+        torch.manual_seed(0)
+        array = fuse([SharedNorm(read).double() for _ in range(2)], x)
+        plan = array.mode.plan(frozenset())
+        if merges:
+            count = len(plan.steps)
+            plan.merge()
+            assert len(plan.steps) < count
+        losses = array.losses(x, lambda out: out.square().mean())
+        results.append([losses.detach(), *array.state.buffers.values()])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 def offering_the_kernel(call: Any) -> Any:
     lowered = norms._folded_norm(call)
     return lowered and dataclasses.replace(lowered, others={**lowered.others, "kernel": lowered.kernel})

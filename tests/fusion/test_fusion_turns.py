@@ -64,15 +64,3 @@ def test_those_that_there_is_no_room_for_wait_and_one_that_never_began_says_so()
     assert times(second)[0] >= times(first)[-1]
     first, second = ran([60.0, 0.0], [0.0, 0.0], at_once=1, seconds=1.0)
     assert "before it began" in second.why
-
-
-def test_a_turn_without_a_limit_keeps_the_others_out_as_long_as_it_takes() -> None:
-    builds = PROCESS.replace("time.sleep({build_s})", "with turn(limited=False): time.sleep({build_s})")
-    commands = {
-        name: [sys.executable, "-c", text.format(folder=str(BENCHMARK), build_s=build_s, turn_s=0.1)]
-        for name, text, build_s in (("builds", builds, 2.5), ("measures", PROCESS, 0.0))
-    }
-    limits = {"build_s": 0.8, "longest_turn_s": 1.0, "until": time.monotonic() + 20.0}
-    found = run_all(commands, at_once=2, environment={}, **limits)
-    assert [one.why for one in found.values()] == ["", ""]
-    assert times(found["measures"])[1] >= times(found["builds"])[0]

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from burstpool.errors import FusionError
 from burstpool.fusion import checkpoint
 from burstpool.fusion.clip import clip_grad_norm
+from burstpool.fusion.compiled import compiler_options
 from burstpool.fusion.explain import Explanation, explain
 from burstpool.fusion.inputs import model_arguments, named_inputs, stacked_inputs
 from burstpool.fusion.loss import member_losses
@@ -391,7 +392,7 @@ class FusedArray:
         Each shape of the inputs is compiled on its own. Where members draw random numbers the graph breaks.
         """
         # Changing shapes have crashed the compiler on fused convolutions.
-        self._compiled = {"dynamic": False, **options}
+        self._compiled = compiler_options(self.device, options)
         for mode in self._modes.values():
             for plan in mode.plans():
                 plan.recompile()

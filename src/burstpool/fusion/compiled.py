@@ -64,6 +64,20 @@ def compiled_ways(
     return ways, refused
 
 
+def compiler_options(device: torch.device, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """torch.compile's options for a fused function, with those that are given.
+
+    No padding between rows: on CUDA, torch 2.11 hands some tensors to one kernel with it and to another without, which
+    reads beyond their end.
+    """
+    options = {"dynamic": False, **(given or {})}
+    if device.type != "cuda" or options.get("backend", "inductor") != "inductor":
+        return options
+    mode = options.pop("mode", None)
+    of_mode = torch._inductor.list_mode_options(mode) if mode else {}
+    return {**options, "options": {"comprehensive_padding": False, **of_mode, **(options.get("options") or {})}}
+
+
 class _Compiled:
     """What both have in common: a function of tensors, written down when it is first called with such inputs."""
 
@@ -104,12 +118,10 @@ class _Compiled:
                 drawn_from = [self.array.device] if self.array.device.type == "cuda" else []
                 with kernels.plain_operators(), torch.random.fork_rng(devices=drawn_from):
                     graph = make_fx(function)(*[tensor.detach() for tensor in fresh])
-                self._functions[written_for] = torch.compile(of_any_layout(graph), dynamic=False, **self._options())
+                self._functions[written_for] = torch.compile(
+                    of_any_layout(graph), **compiler_options(self.array.device)
+                )
             return self._functions[written_for](*tensors)
-
-    def _options(self) -> dict[str, Any]:
-        """No padding between rows: torch 2.11 gives a tensor to some kernels with it and to others without."""
-        return {"options": {"comprehensive_padding": False}} if self.array.device.type == "cuda" else {}
 
     def _gradients(
         self, losses: Callable[[Mapping[str, Tensor], Any], Tensor], state: Mapping[str, Tensor], rest: Any

@@ -3,20 +3,12 @@
 `torch.autograd.grad`, or a compiled function, may give two parameters one tensor, or parts of one, or a number expanded
 to a parameter's shape. Clipping, unscaling and `zero_grad` write into gradients in place, so what shares memory is
 copied. Gradients are not added to what was there; how they lie in memory is left as it is, gaps included.
-
-Also: whether two ways to compute an array's gradients can be the same but for rounding.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-
-_TIMES = 10.0
-"""By which norms of gradients may differ. Rounding moves those of some layers by their own size: in a network with
-batch norm over few samples, ten thousand times as much as the numbers it comes from."""
-_COUNTS = 0.01
-"""Share of all of a member's gradient from which on a parameter's is looked at."""
 
 
 def differentiate(total: Tensor, parameters: Iterable[nn.Parameter]) -> None:
@@ -57,31 +49,3 @@ def _is_own(gradient: Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
         return False
     others.append((start, end))
     return True
-
-
-def gradient_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """[M] of each [M, …]; None where there is no gradient."""
-    return {
-        key: None if (grad := parameter.grad) is None else torch.linalg.vector_norm(grad.float().flatten(1), dim=1)
-        for key, parameter in parameters.items()
-    }
-
-
-def unlike(mine: Mapping[str, Tensor | None], right: Mapping[str, Tensor | None]) -> str:
-    """Where gradients cannot be the same as those that are right, by their norms; empty if they can."""
-    if extra := [key for key in right if (mine[key] is None) != (right[key] is None)]:
-        return f"{extra[0]!r} has a gradient in one of them only"
-    pairs = [(key, mine[key], of) for key, of in right.items() if of is not None]
-    if not pairs:
-        return ""
-    least = _COUNTS * torch.stack([of for _, _, of in pairs]).square().sum(0).sqrt()
-    for key, found, wanted in pairs:
-        assert found is not None
-        counts = torch.maximum(found, wanted) > least
-        near = (found <= _TIMES * wanted) & (wanted <= _TIMES * found)
-        wrong = (wanted.isfinite() & ((counts & ~near) | ~found.isfinite())).nonzero().flatten().tolist()
-        if wrong:
-            member = wrong[0]
-            norms = f"{float(found[member]):.3g}, not {float(wanted[member]):.3g}"
-            return f"{key!r} of member {member} has one of norm {norms}"
-    return ""

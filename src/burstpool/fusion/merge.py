@@ -6,8 +6,9 @@ The bias of a convolution or linear layer before it goes along: the norm takes i
 running mean only, and adding it to the activations would be a pass over memory for nothing.
 
 Takes a plan's steps, returns them with each such chain as one step at the place of its last operator. Only where
-nobody else reads what lies between. Whether a chain really runs as one is decided when it runs: on CUDA, channels
-innermost in memory, no double precision; else, and where measuring says so, its operators run apart.
+nobody else reads what lies between, and nothing in between reads the running statistics or changes what the norm reads.
+Whether a chain really runs as one is decided when it runs: on CUDA, channels innermost in memory, no double precision;
+else, and where measuring says so, its operators run apart.
 """
 # ruff: noqa: N806 -- shape suffixes are capitals
 
@@ -21,9 +22,10 @@ from torch import Tensor, fx
 
 from burstpool.fusion.plan import Step
 from burstpool.fusion.rules import Lowered, PerMember, Run
-from burstpool.fusion.rules.base import Kernel
+from burstpool.fusion.rules.base import Kernel, nodes_in
 from burstpool.fusion.rules.layout import per_channel
 from burstpool.fusion.rules.norms import largest_in_one, norm_in_one
+from burstpool.model.segment import memory_chain, written_argument
 
 aten = torch.ops.aten
 
@@ -84,7 +86,7 @@ def merged(
     replaced: dict[fx.Node, Step | None] = {}
     for step in steps:
         free = {node: other for node, other in by_node.items() if node not in replaced}
-        chain = _chain(step, free, kept, batched)
+        chain = _movable(_chain(step, free, kept, batched), steps)
         if chain is not None:
             *inner, last = chain.steps
             replaced.update((s.node, None) for s in inner)
@@ -114,6 +116,29 @@ def _chain(
     if sum_ is None and activation is None and maximum is None and layer is None:
         return None
     return _Chain(step, layer, sum_, residual, activation, maximum)
+
+
+def _movable(chain: _Chain | None, steps: Sequence[Step]) -> _Chain | None:
+    """The chain, or less of it, whose norm may as well run where its last operator does; None where it may not."""
+    if chain is None or _may_move(chain, steps):
+        return chain
+    shorter = replace(chain, maximum=None)
+    return shorter if (shorter.activation or shorter.sum or shorter.layer) and _may_move(shorter, steps) else None
+
+
+def _may_move(chain: _Chain, steps: Sequence[Step]) -> bool:
+    own = {step.node for step in chain.steps}
+    places = [place for place, step in enumerate(steps) if step.node in own]
+    statistics = _memory(chain.norm.arguments[3:5])
+    reads = _memory([*chain.norm.arguments, chain.residual, chain.bias])
+    between = [step for step in steps[places[0] : places[-1]] if step.node not in own]
+    written = (written_argument(step.node) for step in between)
+    return not any(statistics & _memory(step.arguments) for step in between) and not reads & _memory(list(written))
+
+
+def _memory(arguments: Sequence[Any]) -> set[fx.Node]:
+    """Which nodes made the memory that arguments lie in."""
+    return {[*memory_chain(node)][-1] for node in nodes_in(arguments)}
 
 
 def _biased(
@@ -181,7 +206,10 @@ def _as_one(chain: _Chain) -> Step:
     apart = _apart(chain)
     words = " and ".join(str(s.node.target).split(".")[1].rstrip("_") for s in chain.steps[1:])
     why = f"batch norm{' with the ' + words + ' that follows' if words else ''}, in one kernel"
-    lowered = Lowered(kernel=_together(chain, apart), why=why, others={"apart": apart})
+    others = {"apart": apart}
+    if chain.maximum is not None:
+        others["maximum apart"] = _then(_together(replace(chain, maximum=None), apart), chain.maximum)
+    lowered = Lowered(kernel=_together(chain, apart), why=why, others=others)
     return Step(last.node, last.key, lowered, arguments, lowered.kernel)
 
 
@@ -202,6 +230,10 @@ def _apart(chain: _Chain) -> Kernel:
         return y
 
     return kernel
+
+
+def _then(first: Kernel, step: Step) -> Kernel:
+    return lambda run, *arguments: step.lowered.kernel(run, first(run, *arguments), *step.arguments[1:])
 
 
 def _together(chain: _Chain, apart: Kernel) -> Kernel:

@@ -5,7 +5,7 @@
 
 With `compiled`, torch.compile's versions of forward pass and losses are tried as well, for all members at once and for
 each on its own, and the fastest step is kept; `step.way` says which it was, `step.left_out` what could not be tried.
-One whose gradients are not those of the written step, for a mistake of the compiler's, is left out too.
+One whose losses or gradients are not those of the written step, for a mistake of the compiler's, is left out too.
 
 Recording fixes the batch's shape and the array's members: after `drop` or `admit` make a new one. Learning rates and
 other numbers may change between steps, as they live on the device; a member may be stopped. The loss's own code runs
@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
+from burstpool.fusion.alike import Seen, seen, unlike
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.compiled import APART, TOGETHER, compiled_ways
-from burstpool.fusion.gradients import differentiate, gradient_norms, unlike
+from burstpool.fusion.gradients import differentiate
 from burstpool.fusion.lowering import Choices, described, graph_text, short_key
 from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 from burstpool.fusion.scaler import LossScaler
@@ -40,8 +41,6 @@ _WARM_UP = 3
 
 
 WRITTEN = "as written"
-_Norms = dict[str, Tensor | None]
-"""Of the gradients of an array's parameters, by key."""
 
 
 class RecordedStep:
@@ -81,6 +80,8 @@ class RecordedStep:
         self.left_out: dict[str, str] = {}
         """Ways that could not be tried, and why."""
         self._ways: dict[str, Callable[[Any, Sequence[Any]], Tensor]] = {}
+        self._right: Seen | None = None
+        """The first step as written, which compiled ways are held against."""
         if compiled and scaler is not None:
             self.left_out = dict.fromkeys((TOGETHER, APART), "its losses are scaled")
         elif compiled:
@@ -132,7 +133,8 @@ class RecordedStep:
             elif new is not static and new != static:
                 raise FusionError(f"the step was recorded with {static!r}, it was given {new!r}; record another step")
 
-    def _step(self, inputs: Any, targets: Sequence[Any]) -> Tensor:
+    def _step(self, inputs: Any, targets: Sequence[Any], *, first: bool = False) -> Tensor:
+        """`first`: from the weights and random streams that all ways begin with, to be compared."""
         self.optimizer.zero_grad()
         kind = self.array.device.type
         if self.way == WRITTEN:
@@ -144,6 +146,8 @@ class RecordedStep:
         else:
             losses = self.array.watched(self._ways[self.way](inputs, targets))
             self.array._restore_frozen()
+        if first and self._ways:
+            self._compare(losses)
         self._update()
         return losses.detach()
 
@@ -160,23 +164,22 @@ class RecordedStep:
 
     def _choose(self) -> None:
         """The fastest way where nothing is recorded."""
-        ways = self._ways_to_try()
-        if len(ways) == 1:
-            self.way = ways[0]
-            return
-        saved, (inputs, targets) = self.array.state_dict(), self._static
+        ways, saved, (inputs, targets) = self._ways_to_try(), self.array.state_dict(), self._static
+        if WRITTEN not in ways:
+            self._see_written(saved)
         times_s = dict.fromkeys(ways, math.inf)
-        right: _Norms = {}
-        for way in ways:
+        for way in ways if ways != [WRITTEN] else ():
             self.way = way
             try:
-                self._step(inputs, targets)
-                self._compare(right)
+                self._step(inputs, targets, first=True)
                 times_s[way] = timed(lambda: self._step(inputs, targets), self.array.device)  # type: ignore[arg-type]
             except Exception as error:  # the compiler's own
                 self._leave_out(way, error)
             self._rewind(saved)
-        self.way = self._learnt(times_s)
+        if len(ways) > 1:
+            self.way = self._learnt(times_s)
+        elif self.left_out.keys() & {self.way}:  # it was the fastest once
+            self.way = WRITTEN
 
     def _ways_to_try(self) -> list[str]:
         """All there are, or the one that was the fastest when they were last compared."""
@@ -203,7 +206,7 @@ class RecordedStep:
         kind = type(self.optimizer.proxies[0]).__name__
         setting = f"M={len(array)} autocast={self.autocast} own={self.per_member} clipped={self.max_norm is not None}"
         shapes = described(pytree.tree_leaves(self._static))
-        return short_key(f"step {graph_text(array.mode)} {shapes} {setting} {kind} {loss}")
+        return short_key(f"compared step {graph_text(array.mode)} {shapes} {setting} {kind} {loss}")
 
     def _leave_out(self, way: str, error: Exception) -> None:
         if way == WRITTEN:
@@ -240,11 +243,12 @@ class RecordedStep:
         """Records each way, keeps the one whose replay is shortest."""
         kept: tuple[float, str, torch.cuda.CUDAGraph, Tensor] | None = None
         times_s = dict.fromkeys(ways, math.inf)
-        right: _Norms | None = {} if len(ways) > 1 else None
+        if WRITTEN not in ways:
+            self._see_written(saved)
         for way in ways:
             self.way = way
             try:
-                self._warm_up_and_capture(saved, right)
+                self._warm_up_and_capture(saved)
                 assert self._graph is not None
                 time_s = times_s[way] = replay_time(self._graph, self.array.device) if len(ways) > 1 else 0.0
             except Exception as error:  # of a compiled way: the compiler's own, or no memory for one more
@@ -261,19 +265,18 @@ class RecordedStep:
         if len(ways) > 1:
             self._learnt(times_s)
 
-    def _warm_up_and_capture(self, saved: dict[str, Any], right: _Norms | None) -> None:
-        """`right` are the gradients' norms to compare with, where there are other ways."""
+    def _warm_up_and_capture(self, saved: dict[str, Any]) -> None:
         inputs, targets = self._static
         assert isinstance(self.optimizer, FusedOptimizer)
         self.optimizer.recorded, self._keeps_state = True, self.optimizer.keeps_state
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for step in range(_WARM_UP):
-                self._step(inputs, targets)
-                if step == 0 and right is not None:
-                    self._compare(right)
-        torch.cuda.current_stream().wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                for step in range(_WARM_UP):
+                    self._step(inputs, targets, first=step == 0)
+        finally:  # also where a way is refused, and what it has changed is put back
+            torch.cuda.current_stream().wait_stream(side)
         self._rewind(saved)
         self._graph = torch.cuda.CUDAGraph()
         # Each generator costs two launches a replay.
@@ -281,16 +284,20 @@ class RecordedStep:
         with recording(self._graph, generators=generators):
             self._losses = self._step(inputs, targets)
 
-    def _compare(self, right: _Norms) -> None:
-        """The first step's gradients in this way: those of the written one, which comes first, are right.
+    def _see_written(self, saved: dict[str, Any]) -> None:
+        """A step as written, to be compared with; without memory for it, ways are taken as they are."""
+        self.way, self._right = WRITTEN, None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._step(*self._static, first=True)
+        self._rewind(saved)
 
-        All ways begin with the same weights and random streams; masks of dropout may still be others.
-        """
-        mine = gradient_norms(self.array.state.parameters)
+    def _compare(self, losses: Tensor) -> None:
+        """A compiler may err. Gradients are looked at before they are clipped."""
+        mine = seen(losses, self.array.state.parameters)
         if self.way == WRITTEN:
-            right.update(mine)
-        elif right and (difference := unlike(mine, right)):
-            raise FusionError(f"its gradients are not those of the step as it is written: {difference}")
+            self._right = mine
+        elif self._right is not None and (difference := unlike(mine, self._right, random=draws(self.array.mode))):
+            raise FusionError(f"it does not do what the step as written does: {difference}")
 
     def _rewind(self, saved: dict[str, Any]) -> None:
         """Undoes the warm-up in place: the recorded step must find its state where it will be."""

@@ -125,6 +125,7 @@ def _input_gradient(
     w_ptr,
     bias_grad,
     weight_grad,
+    P,
     N,
     L,
     C,
@@ -142,9 +143,8 @@ def _input_gradient(
     mean = tl.load(mean_ptr + column, mask=c < C, other=0.0)
     rstd = tl.load(rstd_ptr + column, mask=c < C, other=0.0)
     scale = tl.load(w_ptr + column, mask=c < C, other=0.0) * rstd
-    count = N * L
-    plain = tl.load(bias_grad + column, mask=c < C, other=0.0) / count
-    weighted = tl.load(weight_grad + column, mask=c < C, other=0.0) / count
+    plain = tl.load(bias_grad + column, mask=c < C, other=0.0) / P
+    weighted = tl.load(weight_grad + column, mask=c < C, other=0.0) / P
     place = tl.load(place_ptr + (member * N + sample) * C + c, mask=c < C, other=0)
     g = tl.load(before_ptr + (member * N + sample) * C + c, mask=c < C, other=0.0)
     inside = (row < L)[:, None] & (c < C)[None, :]
@@ -209,7 +209,7 @@ class _NormMax(torch.autograd.Function):
         dx = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         blocks = triton.cdiv(length, tiles.rows)
         _input_gradient[(samples * blocks, M, tiles.column_blocks)](
-            before, x, place, dx, mean, rstd, weight, bias_grad, weight_grad, *sizes, blocks,
+            before, x, place, dx, mean, rstd, weight, bias_grad, weight_grad, P, *sizes, blocks,
             ROWS=tiles.rows, COLS=tiles.cols,
         )  # fmt: skip
         grads_of = weight_grad.view(weight.shape).to(weight.dtype), bias_grad.view(bias.shape).to(bias.dtype)
