@@ -1,10 +1,11 @@
 """Pieces of a step are about as long as asked for, and can run one after the other."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from burstpool.model.graph_nodes import sorted_nodes
-from burstpool.share.pieces import cut_after, looked_into
+from burstpool.share.pieces import cut_after, looked_into, parts_of
 
 
 def lengths(times: list[float], ends: list[int]) -> list[float]:
@@ -35,6 +36,18 @@ def test_nodes_come_after_what_they_need(edges: set[tuple[int, int]]) -> None:
     order = sorted_nodes(shuffled, sorted(edges))
     assert sorted(order) == list(range(21))
     assert all(order.index(before) < order.index(after) for before, after in edges)
+
+
+@given(st.lists(st.floats(1e-6, 1e-2), min_size=1, max_size=60), st.floats(0.0, 1e-4))
+def test_what_launching_adds_to_each_stretch_is_taken_off(times: list[float], launch: float) -> None:
+    found = parts_of(sum(times), [time + launch for time in times])
+    assert found == pytest.approx(times, rel=1e-6, abs=1e-9)
+
+
+def test_stretches_that_are_all_launching_are_told_apart_as_they_were() -> None:
+    assert parts_of(0.0, [2.0, 2.0]) == [2.0, 2.0]
+    assert parts_of(3.0, [1.0, 1.0]) == [1.5, 1.5]
+    assert parts_of(1.0, [0.1, 0.1, 3.0]) == pytest.approx([0.0, 0.0, 1.0])
 
 
 def test_long_stretches_are_looked_into_node_by_node() -> None:

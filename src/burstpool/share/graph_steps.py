@@ -32,8 +32,8 @@ from burstpool.share.pieces import CutGraph, Cuts, Piece
 
 _REPEATS = 6
 """Replays of the whole step when its pieces are timed."""
-_BLIND_CYCLES = 2_000_000
-"""For about a millisecond the device spins while the host queues a step: it then never waits for the host."""
+_BLIND_CYCLES, _BLIND_CYCLES_A_PIECE = 2_000_000, 30_000
+"""For a millisecond, and 15 µs a piece, the device spins while the host queues a step: then it never waits for it."""
 
 
 class GraphStep:
@@ -304,7 +304,7 @@ def times_of_pieces(pieces: Sequence[Piece], begin: Callable[[], None]) -> list[
     best = [math.inf] * len(pieces)
     for _ in range(_REPEATS):
         begin()
-        torch.cuda._sleep(_BLIND_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_BLIND_CYCLES + _BLIND_CYCLES_A_PIECE * len(pieces))  # type: ignore[no-untyped-call]
         marks = [_mark()]
         for piece in pieces:
             piece()

@@ -46,6 +46,13 @@ def cut_after(times_s: Sequence[float], target_s: float) -> list[int]:
     return ends
 
 
+def parts_of(whole_s: float, times_s: Sequence[float]) -> list[float]:
+    """Stretches' times within the whole. Pure. Launched on its own, each takes as much more as any other."""
+    launch_s = max(0.0, sum(times_s) - whole_s) / len(times_s)
+    parts_s = [max(0.0, time_s - launch_s) for time_s in times_s]
+    return [part_s * whole_s / sum(parts_s) for part_s in parts_s] if any(parts_s) else list(times_s)
+
+
 def looked_into(bounds: Sequence[int], times_s: Sequence[float], longest_s: float) -> list[int]:
     """Bounds that also part each node of the stretches that take longer: the large kernels of an update, say. Pure."""
     found = [bounds[0]]
@@ -95,9 +102,10 @@ class CutGraph:
             ends = list(cuts.ends)
         elif len(nodes) > 1:
             bounds = [*range(0, len(nodes), max(len(nodes) // _MOST_PROBES, 1)), len(nodes)]
-            times_s = self._timed(raw, nodes, bounds, timed)
+            (whole_s,) = self._timed(raw, nodes, [0, len(nodes)], timed)
+            times_s = parts_of(whole_s, self._timed(raw, nodes, bounds, timed))
             if (finer := looked_into(bounds, times_s, target_s / 2)) != bounds:
-                bounds, times_s = finer, self._timed(raw, nodes, finer, timed)
+                bounds, times_s = finer, parts_of(whole_s, self._timed(raw, nodes, finer, timed))
             ends = [bounds[place + 1] for place in cut_after(times_s, target_s)]
         self.cuts = Cuts(num_nodes=len(nodes), ends=tuple(ends))
         """Where it was cut."""
