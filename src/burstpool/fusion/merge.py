@@ -208,7 +208,8 @@ def _as_one(chain: _Chain) -> Step:
     why = f"batch norm{' with the ' + words + ' that follows' if words else ''}, in one kernel"
     others = {"apart": apart}
     if chain.maximum is not None:
-        others["maximum apart"] = _then(_together(replace(chain, maximum=None), apart), chain.maximum)
+        shorter = replace(chain, maximum=None)
+        others["maximum apart"] = _then(_together(shorter, _apart(shorter)), chain.maximum)
     lowered = Lowered(kernel=_together(chain, apart), why=why, others=others)
     return Step(last.node, last.key, lowered, arguments, lowered.kernel)
 

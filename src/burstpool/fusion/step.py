@@ -164,11 +164,14 @@ class RecordedStep:
 
     def _choose(self) -> None:
         """The fastest way where nothing is recorded."""
-        ways, saved, (inputs, targets) = self._ways_to_try(), self.array.state_dict(), self._static
+        ways = self._ways_to_try()
+        if ways == [WRITTEN]:
+            return
+        saved, (inputs, targets) = self.array.state_dict(), self._static
         if WRITTEN not in ways:
             self._see_written(saved)
         times_s = dict.fromkeys(ways, math.inf)
-        for way in ways if ways != [WRITTEN] else ():
+        for way in ways:
             self.way = way
             try:
                 self._step(inputs, targets, first=True)
@@ -178,7 +181,7 @@ class RecordedStep:
             self._rewind(saved)
         if len(ways) > 1:
             self.way = self._learnt(times_s)
-        elif self.left_out.keys() & {self.way}:  # it was the fastest once
+        elif self.way in self.left_out:  # it was the fastest once
             self.way = WRITTEN
 
     def _ways_to_try(self) -> list[str]:
