@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 # Tests that take no times and hold no cores run two at once; the others have the machine to themselves.
-SHARED := $(addprefix tests/,fusion model plan report schedule sweeping share/test_gpu_loop.py share/test_prices.py \
+SHARED := $(addprefix tests/,fusion model plan report schedule sweeping share/test_budget.py share/test_gpu_jitter.py \
+	share/test_gpu_loop.py share/test_pieces.py share/test_prices.py \
 	test_artifact.py test_data.py test_job.py)
 define run_tests
 	$(BIN)/python -m pytest --numprocesses 2 $(SHARED)

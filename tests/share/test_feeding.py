@@ -94,7 +94,8 @@ class Faulty(torch.utils.data.Dataset[Any]):
 def test_a_data_set_that_fails_is_told_apart(fault: str, message: str) -> None:
     job = load_job("zoo:tiny_mlp")
     job = dataclasses.replace(job, batch=16, data=Faulty(job.data, fault))
-    feeder = Feeder(job, job, hang_s=1.0, memory_bytes=1 << 29)
+    # Filling half a gigabyte may take a second, too.
+    feeder = Feeder(job, job, hang_s=1.0 if fault == "hang" else 20.0, memory_bytes=1 << 29)
     with pytest.raises(ShareError, match=message):
         take_all(feeder, [])
     feeder.close()
