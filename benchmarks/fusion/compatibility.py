@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -155,7 +156,8 @@ def write(rows: dict[str, dict[str, Any]], device: str) -> None:
     for name, row in rows.items():
         ways = row.get("ways", {})
         counts = " / ".join(str(ways.get(way, 0)) for way in ("rule", "vmap", "loop")) if ways else ""
-        remark = " ".join(str(row.get("reason", "")).split()).replace("|", "\\|")[:160]
+        words = re.sub(r"\S*site-packages/", "", str(row.get("reason", "")))
+        remark = " ".join(words.split()).replace("|", "\\|")[:160]
         lines.append(
             f"| {name} | {'yes' if row['fused'] else 'no'} | {counts} | {row.get('seconds', 0.0):.1f} | {remark} |"
         )
