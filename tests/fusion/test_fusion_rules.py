@@ -1,9 +1,7 @@
 """Every operator family: fused gives each member the result, the gradients and the buffers it has alone."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +9,7 @@ from fusion_alone import assert_same_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from burstpool.fusion import fuse
-from burstpool.fusion.rules import RULES, Run, norms
+from burstpool.fusion.rules import Run
 from burstpool.fusion.rules.depthwise import depthwise_kernel
 from burstpool.fusion.rules.window import _touched
 from burstpool.fusion.streams import Streams
@@ -100,135 +97,6 @@ def check_cropped(size: int, kernel: int, stride: int, padding: int, dilation: i
     found = F.conv1d(x, weight[..., start : start + taps], None, stride, left, dilation)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert out == wanted.shape[2]
-
-
-class Chains(nn.Module):
-    """Batch norm with all that may follow it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Conv2d(3 if i == 0 else 6, 6, 3, padding=1) for i in range(5)])
-        self.norms = nn.ModuleList([nn.BatchNorm2d(6) for _ in range(5)])
-        self.head, self.last = nn.Linear(54, 5), nn.BatchNorm1d(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [lambda x, i=i: self.norms[i](self.layers[i](x)) for i in range(5)]
-        x = parts[0](x).relu_()
-        y = F.leaky_relu(parts[1](x), 0.1)
-        y = parts[2](y)
-        y += x
-        y = F.relu(y, inplace=True)
-        z = F.relu(parts[3](y) + parts[4](y))
-        return F.hardswish(self.last(self.head(z.flatten(1))))
-
-
-def test_chains_that_were_merged_do_what_their_operators_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the chains run apart; what they are made of, and the bias that goes along, is the same."""
-    monkeypatch.setitem(RULES, torch.ops.aten.batch_norm, offering_the_kernel)
-    results = []
-    for merges in (False, True):
-        torch.manual_seed(0)
-        models = [Chains().double() for _ in range(3)]
-        array = fuse(models, image(3, 3))
-        plan = array.mode.plan(frozenset())
-        if merges:
-            count = len(plan.steps)
-            plan.merge()
-            assert len(plan.steps) == count - 7
-        losses = array.losses(image(3, 3), lambda out: out.square().mean())
-        losses.sum().backward()
-        results.append([losses.detach(), *(p.grad for p in array.parameters()), *array.state.buffers.values()])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-
-
-class Cloud(nn.Module):
-    """Points through a norm, and the largest of them; `read` says what of it is."""
-
-    def __init__(self, read: str) -> None:
-        super().__init__()
-        self.layer, self.norm, self.read = nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), read
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.layer(x))
-        y = y if self.read == "no activation" else torch.relu(y)
-        if self.read == "over channels":
-            return y.max(1).values
-        values, places = y.max(-1, keepdim=self.read == "kept")
-        if self.read == "what is between":
-            return values + y.mean(2)
-        return values + places if self.read == "the places" else values
-
-
-@pytest.mark.parametrize(
-    ("read", "joins"),
-    [
-        ("", True),
-        ("kept", True),
-        ("no activation", True),
-        ("the places", False),
-        ("over channels", False),
-        ("what is between", False),
-    ],
-)
-def test_a_maximum_joins_the_norm_where_only_its_values_over_rows_are_read(
-    read: str, joins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(RULES, torch.ops.aten.batch_norm, offering_the_kernel)
-    x, results = torch.randn(5, 3, 7, dtype=torch.float64), []
-    for chosen in (None, "", "apart", "maximum apart"):
-        torch.manual_seed(0)
-        array = fuse([Cloud(read).double() for _ in range(3)], x)
-        plan = array.mode.plan(frozenset())
-        if chosen is not None:
-            plan.merge()
-            (one,) = [step for step in plan.steps if "in one kernel" in step.lowered.why]
-            assert ("max" in one.lowered.why) == joins
-            one.kernel = one.lowered.others.get(chosen, one.lowered.kernel)
-        losses = array.losses(x, lambda out: out.square().mean())
-        losses.sum().backward()
-        results.append([losses.detach(), *(p.grad for p in array.parameters()), *array.state.buffers.values()])
-    for mine in results[1:]:
-        torch.testing.assert_close(mine, results[0], rtol=1e-9, atol=1e-12)
-
-
-class SharedNorm(nn.Module):
-    """A norm that is used twice, or whose statistics are read, before what follows it has run."""
-
-    def __init__(self, read: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv1d(3, 6, 1), nn.Conv1d(3, 6, 1)
-        self.norm, self.read = nn.BatchNorm1d(6, momentum=0.5), read
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = torch.relu(self.norm(self.first(x)))
-        if self.read:
-            return self.norm.running_mean * 2.0 + a.max(2).values
-        b = self.norm(self.second(x))
-        return 2 * torch.relu(b).max(2).values + a.max(2).values
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_a_norm_stays_before_what_else_uses_its_statistics(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, torch.ops.aten.batch_norm, offering_the_kernel)
-    x, results = torch.randn(5, 3, 7, dtype=torch.float64), []
-    for merges in (False, True):
-        torch.manual_seed(0)
-        array = fuse([SharedNorm(read).double() for _ in range(2)], x)
-        plan = array.mode.plan(frozenset())
-        if merges:
-            count = len(plan.steps)
-            plan.merge()
-            assert len(plan.steps) < count
-        losses = array.losses(x, lambda out: out.square().mean())
-        results.append([losses.detach(), *array.state.buffers.values()])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-
-
-def offering_the_kernel(call: Any) -> Any:
-    lowered = norms._folded_norm(call)
-    return lowered and dataclasses.replace(lowered, others={**lowered.others, "kernel": lowered.kernel})
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -24,7 +24,7 @@ ACTIVATIONS = {"": 0, "relu": 1, "hardswish": 2, "leaky_relu": 3, "silu": 4}
 
 
 @triton.jit
-def _activated(z, slope, ACT: tl.constexpr):
+def activated(z, slope, ACT: tl.constexpr):
     if ACT == 1:
         z = tl.where(z < 0.0, 0.0, z)  # not tl.maximum, which makes a number of NaN
     elif ACT == 2:
@@ -37,7 +37,7 @@ def _activated(z, slope, ACT: tl.constexpr):
 
 
 @triton.jit
-def _derived(z, slope, ACT: tl.constexpr):
+def derived(z, slope, ACT: tl.constexpr):
     """The activation's derivative."""
     d = z * 0.0 + 1.0
     if ACT == 1:
@@ -162,7 +162,7 @@ def _apply(
     z = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
     if RESIDUAL:
         z += tl.load(r_ptr + member * r_m + p[:, None] * r_p + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, _activated(z, slope, ACT).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + at, activated(z, slope, ACT).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _gradient(g_ptr, x_ptr, y_ptr, at_g, at_x, inside, scale, shift, slope, RESI
     if ACT > 0:
         # With a residual only ReLU and its like follow: the result's sign tells the derivative.
         z = tl.load(y_ptr + at_x, mask=inside, other=0.0).to(tl.float32) if RESIDUAL else x * scale + shift
-        g *= _derived(z, slope, ACT)
+        g *= derived(z, slope, ACT)
     return g, x
 
 
@@ -284,7 +284,7 @@ def _input_gradient(
         tl.store(dr_ptr + at_x, g.to(dr_ptr.dtype.element_ty), mask=inside)
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """How a kernel's work is cut."""
 
     rows: int
@@ -299,13 +299,31 @@ _PROGRAMS = 132 * 8
 """As many as keep a large GPU's units busy."""
 
 
-def _tiles(M: int, P: int, C: int) -> _Tiles:
+def tiles_of(M: int, P: int, C: int) -> Tiles:
     cols = max(8, min(128, triton.next_power_of_2(C)))
     rows = max(8, 4096 // cols)
     column_blocks = triton.cdiv(C, cols)
     wanted = max(1, min(triton.cdiv(_PROGRAMS, M * column_blocks), triton.cdiv(P, rows), 128))
     rows_a_split = triton.cdiv(triton.cdiv(P, wanted), rows) * rows
-    return _Tiles(rows, cols, column_blocks, triton.cdiv(P, rows), triton.cdiv(P, rows_a_split), rows_a_split)
+    return Tiles(rows, cols, column_blocks, triton.cdiv(P, rows), triton.cdiv(P, rows_a_split), rows_a_split)
+
+
+def statistics(
+    x: Tensor, offset: Tensor | None, running: tuple[Tensor, Tensor], numbers: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Mean and 1/deviation [M·C] of each channel of x [M, P, C]; moves the running ones. `numbers`: momentum, eps."""
+    M, P, C = x.shape
+    tiles = tiles_of(M, P, C)
+    parts = torch.empty(tiles.splits, 2, M * C, dtype=torch.float32, device=x.device)
+    mean, rstd = torch.empty(2, M * C, dtype=torch.float32, device=x.device).unbind(0)
+    _sums[(tiles.column_blocks, M, tiles.splits)](
+        x, parts, P, C, M * C, x.stride(0), x.stride(1), tiles.rows_a_split, ROWS=tiles.rows, COLS=tiles.cols
+    )
+    _statistics[(triton.cdiv(M * C, 128),)](
+        x, parts, mean, rstd, mean if offset is None else offset, *running, P, C, M * C, x.stride(0), tiles.splits,
+        *numbers, OFFSET=offset is not None, BLOCK=128,
+    )  # fmt: skip
+    return mean, rstd
 
 
 class _Norm(torch.autograd.Function):
@@ -324,18 +342,9 @@ class _Norm(torch.autograd.Function):
         activation: tuple[int, float],
     ) -> Tensor:
         M, P, C = x.shape
-        (momentum, eps), (act, slope) = numbers, activation
-        tiles = _tiles(M, P, C)
-        parts = torch.empty(tiles.splits, 2, M * C, dtype=torch.float32, device=x.device)
-        mean, rstd = torch.empty(2, M * C, dtype=torch.float32, device=x.device).unbind(0)
+        (act, slope), tiles = activation, tiles_of(M, P, C)
+        mean, rstd = statistics(x, offset, running, numbers)
         y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        _sums[(tiles.column_blocks, M, tiles.splits)](
-            x, parts, P, C, M * C, x.stride(0), x.stride(1), tiles.rows_a_split, ROWS=tiles.rows, COLS=tiles.cols
-        )
-        _statistics[(triton.cdiv(M * C, 128),)](
-            x, parts, mean, rstd, mean if offset is None else offset, *running, P, C, M * C, x.stride(0), tiles.splits,
-            momentum, eps, OFFSET=offset is not None, BLOCK=128,
-        )  # fmt: skip
         r = x if residual is None else residual
         _apply[(tiles.row_blocks, M, tiles.column_blocks)](
             x, r, y, mean, rstd, weight, bias, slope, P, C, x.stride(0), x.stride(1), r.stride(0), r.stride(1),
@@ -354,7 +363,7 @@ class _Norm(torch.autograd.Function):
         M, P, C = x.shape
         g = grads[0] if grads[0].stride(2) == 1 or C == 1 else grads[0].contiguous()
         act, slope = ctx.activation
-        added, tiles = ctx.residual is not None, _tiles(M, P, C)
+        added, tiles = ctx.residual is not None, tiles_of(M, P, C)
         parts = torch.empty(tiles.splits, 2, M * C, dtype=torch.float32, device=x.device)
         bias_grad, weight_grad = torch.empty(2, M * C, dtype=torch.float32, device=x.device).unbind(0)
         dx = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

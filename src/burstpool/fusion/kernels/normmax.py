@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burstpool.fusion.kernels.batchnorm import ACTIVATIONS, _activated, _derived, _statistics, _sums, _tiles
+from burstpool.fusion.kernels.batchnorm import ACTIVATIONS, activated, derived, statistics, tiles_of
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _largest(
         inside = (row < L)[:, None] & (c < C)[None, :]
         at = member * x_m + (sample * L + row)[:, None] * x_p + c[None, :]
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        z = _activated(x * scale[None, :] + shift[None, :], slope, ACT)
+        z = activated(x * scale[None, :] + shift[None, :], slope, ACT)
         better = inside & ((z > best) | (z != z))
         best = tl.where(better, z, best)
         place = tl.where(better, row[:, None], place)
@@ -106,7 +106,7 @@ def _gradient_sums(
         g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
         row = (sample * L)[:, None] + tl.load(place_ptr + at, mask=inside, other=0)
         x = tl.load(x_ptr + member * x_m + row * x_p + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        g *= _derived(x * scale[None, :] + shift[None, :], slope, ACT)
+        g *= derived(x * scale[None, :] + shift[None, :], slope, ACT)
         tl.store(before_ptr + at, g, mask=inside)
         plain += tl.where(inside, g, 0.0)
         weighted += tl.where(inside, g * (x - mean[None, :]), 0.0)
@@ -171,17 +171,8 @@ class _NormMax(torch.autograd.Function):
         activation: tuple[int, float],
     ) -> Tensor:
         M, P, C = x.shape
-        (momentum, eps), (act, slope) = numbers, activation
-        tiles, length = _tiles(M, P, C), P // samples
-        parts = torch.empty(tiles.splits, 2, M * C, dtype=torch.float32, device=x.device)
-        mean, rstd = torch.empty(2, M * C, dtype=torch.float32, device=x.device).unbind(0)
-        _sums[(tiles.column_blocks, M, tiles.splits)](
-            x, parts, P, C, M * C, x.stride(0), x.stride(1), tiles.rows_a_split, ROWS=tiles.rows, COLS=tiles.cols
-        )
-        _statistics[(triton.cdiv(M * C, 128),)](
-            x, parts, mean, rstd, mean if offset is None else offset, *running, P, C, M * C, x.stride(0), tiles.splits,
-            momentum, eps, OFFSET=offset is not None, BLOCK=128,
-        )  # fmt: skip
+        (act, slope), tiles, length = activation, tiles_of(M, P, C), P // samples
+        mean, rstd = statistics(x, offset, running, numbers)
         y = torch.empty(M, samples, C, dtype=x.dtype, device=x.device)
         place = torch.empty(M, samples, C, dtype=torch.int32, device=x.device)
         _largest[(samples, M, tiles.column_blocks)](
@@ -198,7 +189,7 @@ class _NormMax(torch.autograd.Function):
         x, place, mean, rstd, weight, bias = ctx.saved_tensors
         M, P, C = x.shape
         samples = place.shape[1]
-        (act, slope), tiles, length = ctx.activation, _tiles(M, P, C), P // samples
+        (act, slope), tiles, length = ctx.activation, tiles_of(M, P, C), P // samples
         before = torch.empty(M, samples, C, dtype=torch.float32, device=x.device)
         bias_grad, weight_grad = torch.empty(2, M * C, dtype=torch.float32, device=x.device).unbind(0)
         sizes = (samples, length, C, x.stride(0), x.stride(1))
