@@ -217,6 +217,52 @@ def test_a_members_dropout_depends_on_its_own_seed_and_probability_alone() -> No
     assert torch.equal(gradient, y)
 
 
+@pytest.mark.parametrize("layout", [members_between, members_outermost])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "outputs", "taps", "stride", "padding", "dilation"),
+    [
+        ((3, 5, 24, 7, 6), 40, (3, 3), (1, 1), (1, 1), (1, 1)),
+        ((2, 3, 130, 9, 8), 33, (3, 3), (2, 2), (1, 1), (1, 1)),
+        ((4, 300, 16, 8, 8), 16, (4, 4), (2, 2), (1, 1), (1, 1)),
+        ((2, 2, 17, 9, 9), 64, (3, 2), (1, 1), (2, 1), (2, 3)),
+        ((1, 2, 64, 11, 10), 16, (2, 3), (3, 2), (0, 1), (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_of_all_members_in_one_kernel_are_torchs(
+    layout: Any,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    outputs: int,
+    taps: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    transposed: bool,
+) -> None:
+    from burstpool.fusion.kernels.convolution import Geometry, convolved
+
+    torch.manual_seed(0)
+    members, _, channels = shape[:3]
+    # Factors that rounding to TF32 or 16 bits leaves as they are: then only sums are rounded.
+    x = layout(shape).bfloat16().to(dtype).detach().requires_grad_()
+    weight = torch.randn(members, *((channels, outputs) if transposed else (outputs, channels)), *taps, device="cuda")
+    weight = weight.bfloat16().to(dtype).requires_grad_()
+    options: Any = (None, stride, padding, 0, 1, dilation) if transposed else (None, stride, padding, dilation)
+    exact = F.conv_transpose2d if transposed else F.conv2d
+    wanted = torch.stack([exact(x[i].double(), weight[i].double(), *options) for i in range(members)])
+    size = tuple(wanted.shape[3:]) if transposed else None
+    geometry = Geometry(taps, stride, padding, dilation)
+    y = convolved(x.movedim(2, -1), weight.movedim(2, -1).contiguous(), geometry, size).movedim(-1, 2)
+    gradient = torch.randn_like(wanted).bfloat16().to(dtype)
+    mine = y, *torch.autograd.grad(y, [x, weight], gradient)
+    theirs = wanted, *torch.autograd.grad(wanted, [x, weight], gradient.double())
+    for a, b in zip(mine, theirs, strict=True):
+        scale = float(b.detach().abs().max())
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=scale * (1e-2 if dtype.itemsize == 2 else 1e-5))
+
+
 class Residual(nn.Module):
     """Convolutions with a bias, sums, a map of one point: all that is merged or cropped."""
 

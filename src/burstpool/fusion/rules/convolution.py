@@ -1,9 +1,10 @@
 """Convolutions, 1 to 3 dimensions and transposed: members become groups.
 
 Lowerings, none of which wins everywhere (see docs/fusion.md): `grouped` on [N, M·C, …]; the same with channels last
-in memory; a `loop` over members, on a GPU on several `streams`; and a batched `product` where the convolution is
-one (products.py). Taps that only ever see padding are left out first (window.py). Members that share their input
-need no groups at all: one convolution with M times the filters.
+in memory; a `loop` over members, on a GPU on several `streams`; a `kernel` of our own for all members at once
+(members_at_once.py); and a batched `product` where the convolution is one (products.py). Taps that only ever see
+padding are left out first (window.py). Members that share their input need no groups at all: one convolution with
+M times the filters.
 
 Shapes: M = members, N = samples, C = channels, O = output channels, … = space.
 """
@@ -20,7 +21,8 @@ from torch import Tensor
 from burstpool.fusion.rules.base import Call, Kernel, Lowered, Rule, Run, autocast_dtype, with_members
 from burstpool.fusion.rules.concurrent import side_by_side
 from burstpool.fusion.rules.depthwise import depthwise_kernel
-from burstpool.fusion.rules.layout import channels_folded, channels_unfolded
+from burstpool.fusion.rules.layout import channels_folded, channels_unfolded, laid_weight
+from burstpool.fusion.rules.members_at_once import convolution_at_once, suits, transposed_at_once
 from burstpool.fusion.rules.products import covering_product, point_product, spreading_product
 from burstpool.fusion.rules.window import Window, window
 
@@ -60,6 +62,8 @@ def _rule(call: Call) -> Lowered | None:
         return _lowered_transposed(call, convolution, batched)
     device, geometry = call.tensor(x).device.type, window(call)
     ways = _ways(convolution, batched, rank, device, depthwise=call.tensor(weight).shape[1] == 1)
+    if suits(call):
+        ways["kernel"] = convolution_at_once(ways["channels_last"])
     why = "members as groups of one convolution"
     if not batched and call["groups"] == 1:
         ways = {"": _shared(convolution, None)}
@@ -87,6 +91,8 @@ def _rule(call: Call) -> Lowered | None:
 def _lowered_transposed(call: Call, convolution: _Convolution, batched: bool) -> Lowered:
     x, weight = (call.tensor(name) for name in list(call.arguments)[:2])
     ways = _ways(convolution, batched, weight.dim(), x.device.type, depthwise=False)
+    if suits(call):
+        ways["kernel"] = transposed_at_once(ways["channels_last"])
     plain = all(v in (0, 1) for name in ("padding", "output_padding", "dilation") for v in call[name])
     plain = plain and not any((*call["padding"], *call["output_padding"])) and call["groups"] == 1
     if plain and all(size == 1 for size in x.shape[2:]):
@@ -116,23 +122,10 @@ def _cropped(kernel: Kernel, geometry: Window, padding_at: int) -> Kernel:
     return cropped
 
 
-class _Laid(torch.autograd.Function):
-    """A weight's type and layout changed at once, and its gradient's back: one pass instead of two."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
-        ctx.like = weight.dtype
-        return weight.to(dtype, memory_format=memory_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].to(ctx.like, memory_format=torch.contiguous_format), None, None
-
-
 def _laid(x: Tensor, weight: Tensor, memory_format: torch.memory_format) -> tuple[Tensor, Tensor]:
     """Input and weight as the convolution is to find them."""
     x = x.contiguous(memory_format=memory_format)
-    return x, _Laid.apply(weight, autocast_dtype(weight), memory_format)  # type: ignore[no-untyped-call]
+    return x, laid_weight(weight, autocast_dtype(weight), memory_format)
 
 
 def _one_weight(convolution: _Convolution) -> Kernel:

@@ -1,8 +1,11 @@
-"""Folding members into another dimension and back: views where the strides allow it, copies where not.
+"""Folding members into another dimension and back (views where the strides allow it, copies where not), and weights
+in the layout that a convolution reads.
 
 Shapes: M = members, N = samples, C = channels, … = any further dimensions.
 """
 # ruff: noqa: N803 -- shape suffixes are capitals
+
+from typing import Any
 
 import torch
 
@@ -36,3 +39,22 @@ def lies_in_channels(x_MNC: torch.Tensor) -> bool:
 def per_channel(w_MC: torch.Tensor, rank: int) -> torch.Tensor:
     """[M, C] → [M, 1, C, 1, …], to meet one member's [N, C, …] of `rank` dimensions."""
     return w_MC.view(w_MC.shape[0], 1, -1, *[1] * (rank - 2))
+
+
+class _Laid(torch.autograd.Function):
+    """A weight's type and layout changed at once, and its gradient's back: one pass instead of two."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format) -> torch.Tensor:
+        ctx.like = weight.dtype
+        return weight.to(dtype, memory_format=memory_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].to(ctx.like, memory_format=torch.contiguous_format), None, None
+
+
+def laid_weight(weight: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format) -> torch.Tensor:
+    """A weight in another type and layout."""
+    laid: torch.Tensor = _Laid.apply(weight, dtype, memory_format)  # type: ignore[no-untyped-call]
+    return laid

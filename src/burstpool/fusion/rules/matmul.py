@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from burstpool.fusion import kernels
 from burstpool.fusion.memory import KeptMemory
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, autocast_dtype, padded, with_members
+from burstpool.fusion.rules.rounding import products_may_round
 
 aten = torch.ops.aten
 
@@ -106,17 +107,9 @@ def _missing(outputs: int, like: Tensor) -> int:
     """
     if not like.is_cuda or outputs < _WIDE:
         return 0
-    if like.dtype.itemsize == 2 or (like.dtype is torch.float32 and kernels.plain() and _may_round()):
+    if like.dtype.itemsize == 2 or (like.dtype is torch.float32 and kernels.plain() and products_may_round()):
         return -outputs % (_ALIGNED_BYTES // like.dtype.itemsize)
     return 0
-
-
-def _may_round() -> bool:
-    """Whether 32-bit factors may be rounded to TF32; torch has two ways to say so, and refuses to tell by the other."""
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:
-        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _matmul(call: Call) -> Lowered | None:
