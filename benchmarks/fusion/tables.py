@@ -2,7 +2,7 @@
 
     python benchmarks/fusion/tables.py results.json [more.json]            several files: later ones first
     python benchmarks/fusion/tables.py results.json --runs 4,5             run 4, and run 5 for what it has no figure of
-    python benchmarks/fusion/tables.py results.json --runs 5,2 --fastest serial_eager
+    python benchmarks/fusion/tables.py results.json --runs 5,2 --fastest others    and of ways not ours the fastest
 
 Where rows name the run that they are of and `--runs` is not given, the fastest of all runs counts.
 """
@@ -76,9 +76,13 @@ def merged(files: Sequence[str]) -> list[dict[str, Any]]:
 def of_runs(
     rows: Sequence[dict[str, Any]], runs: Sequence[int], *, fastest: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Of each workload and way the rows of the first of these runs that has a figure; `fastest` ways of all runs."""
-    kept = [row for row in rows if row["way"] in fastest]
-    return kept + _first([[row for row in rows if row.get("run") == run and row["way"] not in fastest] for run in runs])
+    """Of each workload and way the rows of the first of these runs that has a figure; `fastest` ways of all runs.
+
+    "others" are all ways but ours.
+    """
+    free = {row["way"] for row in rows if row["way"] in fastest or ("others" in fastest and row["way"] not in OURS)}
+    kept = [row for row in rows if row["way"] in free]
+    return kept + _first([[row for row in rows if row.get("run") == run and row["way"] not in free] for run in runs])
 
 
 def _first(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -102,7 +106,7 @@ def with_rows(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The options that `chosen` reads."""
     parser.add_argument("files", nargs="+")
     parser.add_argument("--runs", default="", help="by commas: a figure is of the first of these that has one")
-    parser.add_argument("--fastest", default="", help="ways, by commas, of which the fastest of all runs counts anyway")
+    parser.add_argument("--fastest", default="", help="ways, by commas, or others: the fastest of all runs")
     return parser
 
 

@@ -205,7 +205,8 @@ def ours(task: Task, members: int) -> Made:
 
     def ready() -> tuple[Step, int]:
         step = recorded_array(task, array, compiled=task.compiled)
-        replay: Any = lambda: step(task.inputs, task.target)  # noqa: E731
+        inputs, targets = step.batch  # every step uses the same batch, as the other ways' graphs do
+        replay: Any = lambda: step(inputs, *targets)  # noqa: E731
         choices = [str(plan.choice) for plan in array.mode.plans() if plan.choice]
         replay.choice = ", ".join([step.way, *choices, *(f"no {way}: {why}" for way, why in step.left_out.items())])
         return replay, members

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from prediction import DEVICE
-from tables import GAPS, Rows
+from tables import GAPS, Rows, read_rows
 from traffic import CACHE_BYTES, StepWork, step_work
 
 from burstpool.cluster.catalogue import device_type
@@ -92,13 +92,13 @@ def held_back(row: Mapping[str, Any], budget: float) -> float:
     return 1 / min(row["slowdown"], budget) + as_measured.kept_within(budget)
 
 
-def own_step_s(rows: Rows, background: str) -> float:
-    """A background's step with the GPU to itself; older rows do not say it, but those of ours without gaps imply it.
+def own_step_s(rows: Rows) -> float:
+    """A pair's background's step with the GPU to itself; older rows do not say it, but ours without gaps imply it.
 
-    There, `kept` is steps a second times that time. Steps are counted over the whole run, in which the foreground's
+    In those, `kept` is steps a second times that time. Steps are counted over the whole run, in which the foreground's
     first ones are alone; the last one that has begun is ended, half a step more than was kept, on average.
     """
-    ours = [row for row in rows if row["background"] == background and _budget(row) is not None]
+    ours = [row for row in rows if _budget(row) is not None]
     if said := [row["own_s"] for row in ours if "own_s" in row]:
         return min(said)
     kept_s = sum(row["kept"] * row["slowdown"] * row["alone_s"] * _shared_steps(row) for row in ours)
@@ -117,10 +117,9 @@ def _budget(row: Mapping[str, Any]) -> float | None:
 
 def pairs(rows: Rows, cache_bytes: int) -> list[dict[str, Any]]:
     """One entry a pair that has lines of ours."""
-    own_s = {row["background"]: 0.0 for row in rows if _budget(row) is not None}
-    own_s = {name: own_step_s(rows, name) for name in own_s}
     names = dict.fromkeys((row["foreground"], row["background"]) for row in rows if _budget(row) is not None)
-    return [pair(_rows_of(rows, *both), own_s[both[1]], cache_bytes) for both in names]
+    found = (_rows_of(rows, *both) for both in names)
+    return [pair(both, own_step_s(both), cache_bytes) for both in found]
 
 
 def _rows_of(rows: Rows, foreground: str, background: str) -> Rows:
@@ -202,8 +201,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--cache-bytes", type=float, default=CACHE_BYTES, help="0: every operator goes to memory")
     arguments = parser.parse_args()
-    read = json.loads(arguments.rows.read_text())
-    found = pairs(read["rows"] if isinstance(read, dict) else read, int(arguments.cache_bytes))
+    found = pairs(read_rows(arguments.rows), int(arguments.cache_bytes))
     report = json.dumps({"benchmark": "limits of sharing", "device": DEVICE, "pairs": found})
     sys.stdout.write((report if arguments.json else table(found, arguments.budget)) + "\n")
 

@@ -7,11 +7,10 @@ the threads; both from nothing kept at a slowdown of 1. What lies higher keeps m
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tables import GAPS, Rows
+from tables import FOREGROUNDS, GAPS, Rows, read_rows
 
 from burstpool.report.svg import element, label, line, path, picture, rect, standalone
 
@@ -21,12 +20,6 @@ COLOURS = {
     "array:16": ("16 small ResNet-18, fused", "#c64600"),
 }
 """Background → its words and colour."""
-FOREGROUNDS = {
-    "vgg16": "VGG-16",
-    "wide_resnet101_2": "WideResNet-101-2",
-    "inception_v3": "Inception-v3",
-    "bert_medium": "Transformer",
-}
 COLUMNS, PANEL, HEIGHT, LEFT, TOP = 4, 270.0, 190.0, 34.0, 76.0
 SLOWDOWN, KEPT = 0.25, 0.6
 """What a panel shows: slowdowns up to 1 + 0.25, kept up to 0.6."""
@@ -109,8 +102,7 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("sharing-h200.svg"))
     options = parser.parse_args()
-    found = json.loads(options.rows.read_text())
-    options.output.write_text(drawn(found["rows"] if isinstance(found, dict) else found))
+    options.output.write_text(drawn(read_rows(options.rows)))
 
 
 if __name__ == "__main__":

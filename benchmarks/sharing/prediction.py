@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tables import read_rows
+
 from burstpool.cluster.catalogue import device_type
 from burstpool.job import load_job
 from burstpool.profiling.profile import LayerProfile, Profile
@@ -52,8 +54,7 @@ def main() -> None:
     parser.add_argument("--profiles", type=Path, default=HERE.parent / "burst" / "profiles")
     arguments = parser.parse_args()
     table = InterferenceTable.load(arguments.interference)
-    read = json.loads(arguments.rows.read_text())
-    rows = [row for row in (read["rows"] if isinstance(read, dict) else read) if "slowdown" in row]
+    rows = [row for row in read_rows(arguments.rows) if "slowdown" in row]
     found = []
     for row in rows:
         budget = budget_of(row["way"])

@@ -59,6 +59,9 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
                     widths[name] = widths.get(name) or Widths(foreground.steps, work.steps)
                     part = widths[name].take(slowdown=budget)
                     answer = {**ours(foreground, BackgroundWork(work), budget, seconds, None), "multiprocessors": part}
+                    answer["tried"] = {
+                        share: [tried.slowdown, tried.kept] for share, tried in widths[name].tried.items()
+                    }
                 elif work.steps.stream != low:
                     move(work.steps, low)
                 if way == "gaps":

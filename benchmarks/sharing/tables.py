@@ -4,7 +4,8 @@
     python benchmarks/sharing/tables.py rows.json
 
 A cell of ours is slowdown, p95, kept; in brackets what MPS keeps at that slowdown: on straight lines between its four
-shares of the threads, and to nothing at a slowdown of 1, although it cannot be held at what lies between.
+shares of the threads, and to nothing at a slowdown of 1, although it cannot be held at what lies between. Rows may name
+their `run`; of a pair the last one counts.
 """
 
 import json
@@ -20,6 +21,33 @@ MEAN_OVER, P95_OVER = 0.01, 0.05
 """What the mean and the p95 may be above the budget."""
 
 
+FOREGROUNDS = {
+    "vgg16": "VGG-16",
+    "wide_resnet101_2": "WideResNet-101-2",
+    "inception_v3": "Inception-v3",
+    "bert_medium": "Transformer (BERT-medium)",
+}
+BACKGROUNDS = {"resnet50:32": "ResNet-50, 32", "resnet18:8": "ResNet-18, 8", "array:16": "array of 16"}
+"""Jobs by their words."""
+
+
+def foreground_words(name: str) -> str:
+    """`"vgg16:4"` → `"VGG-16, 4"`."""
+    model, batch = name.split(":")
+    return f"{FOREGROUNDS.get(model, model)}, {batch}"
+
+
+def read_rows(path: Path) -> Rows:
+    """What cuda.py wrote; where a file holds several runs, a pair's rows of the last run that has it."""
+    found = json.loads(path.read_text())
+    rows: Rows = found["rows"] if isinstance(found, dict) else found
+    last: dict[tuple[str, str], int] = {}
+    for row in rows:
+        pair = row["foreground"], row["background"]
+        last[pair] = max(last.get(pair, 0), row.get("run", 0))
+    return [row for row in rows if row.get("run", 0) == last[row["foreground"], row["background"]]]
+
+
 def mps_kept(points: Sequence[tuple[float, float]], slowdown: float) -> float | None:
     """What MPS keeps at a slowdown; None beyond its last point, or where it was not measured."""
     for (low, kept), (high, more) in pairwise([(1.0, 0.0), *sorted(points)]):
@@ -31,12 +59,22 @@ def mps_kept(points: Sequence[tuple[float, float]], slowdown: float) -> float | 
 def table(rows: Rows) -> str:
     """One line a pair of jobs."""
     ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way.startswith("ours")]
-    lines = ["| foreground | background | " + " | ".join(ways) + " |", "| --- " * (len(ways) + 2) + "|"]
+    titles = ["foreground, batch", "background, batch", *(_title(way) for way in ways)]
+    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    before = ""
     for pair in dict.fromkeys((row["foreground"], row["background"]) for row in rows):
         found = {row["way"]: row for row in rows if (row["foreground"], row["background"]) == pair}
         points = _points(rows, pair)
-        lines.append(f"| {pair[0]} | {pair[1]} | " + " | ".join(_cell(found.get(way), points) for way in ways) + " |")
+        words = "" if pair[0] == before else foreground_words(pair[0])
+        cells = [words, BACKGROUNDS.get(pair[1], pair[1]), *(_cell(found.get(way), points) for way in ways)]
+        lines.append("| " + " | ".join(cells) + " |")
+        before = pair[0]
     return "\n".join(lines)
+
+
+def _title(way: str) -> str:
+    words = way.removesuffix(GAPS).replace("ours ", "ours, ")
+    return f"{words}, with the gaps of an 8-device burst plan replayed" if way.endswith(GAPS) else words
 
 
 def _cell(row: Mapping[str, Any] | None, points: Sequence[tuple[float, float]]) -> str:
@@ -78,8 +116,7 @@ def _points(rows: Rows, pair: tuple[str, str]) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    found = json.loads(Path(sys.argv[1]).read_text())
-    rows = found["rows"] if isinstance(found, dict) else found
+    rows = read_rows(Path(sys.argv[1]))
     print(table(rows))
     print(*summary(rows), sep="\n")
 

@@ -57,6 +57,15 @@ def test_a_step_that_was_recorded_before_members_changed_is_refused() -> None:
         step(X, Y)
 
 
+def test_a_batch_that_is_written_where_the_step_reads_it_trains_as_one_that_is_given() -> None:
+    given, written = recorded(ready()), recorded(ready())
+    for factor in (1.0, 2.0, 3.0):
+        wanted = given(factor * X, Y)
+        inputs, targets = written.batch
+        inputs.copy_(factor * X)
+        assert torch.equal(written(inputs, *targets), wanted)
+
+
 def test_a_batch_of_another_shape_is_refused_with_both_shapes() -> None:
     step = recorded(ready())
     with pytest.raises(FusionError, match=r"\[8, 3\], it was given one of shape \[1, 3\]"):

@@ -263,6 +263,19 @@ def test_convolutions_of_all_members_in_one_kernel_are_torchs(
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=scale * (1e-2 if dtype.itemsize == 2 else 1e-5))
 
 
+@pytest.mark.parametrize("dtype", kernels.NARROW)
+def test_members_whose_loss_is_not_finite_stop_and_no_others(dtype: torch.dtype) -> None:
+    from burstpool.fusion.kernels.finite import stop_not_finite
+
+    losses = torch.randn(600, device="cuda").to(dtype)
+    losses[[1, 300, 599]] = torch.tensor([torch.nan, torch.inf, -torch.inf], device="cuda").to(dtype)
+    active = torch.ones(600, dtype=torch.bool, device="cuda")
+    active[[0, 300]] = False
+    wanted = active & torch.isfinite(losses)
+    stop_not_finite(active, losses)
+    assert torch.equal(active, wanted)
+
+
 class Residual(nn.Module):
     """Convolutions with a bias, sums, a map of one point: all that is merged or cropped."""
 

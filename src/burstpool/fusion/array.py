@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
-from burstpool.fusion import checkpoint
+from burstpool.fusion import checkpoint, kernels
 from burstpool.fusion.clip import clip_grad_norm
 from burstpool.fusion.compiled import compiler_options
 from burstpool.fusion.explain import Explanation, explain
@@ -210,8 +210,16 @@ class FusedArray:
     def watched(self, losses: Tensor) -> Tensor:
         """The losses; a member whose loss is not finite stops."""
         if self.training and not self.scalers and torch.is_grad_enabled():
-            self.active.logical_and_(torch.isfinite(losses.detach()))
+            self._stop_not_finite(losses.detach())
         return losses
+
+    def _stop_not_finite(self, losses: Tensor) -> None:
+        if kernels.usable(losses):
+            from burstpool.fusion.kernels.finite import stop_not_finite
+
+            stop_not_finite(self.active, losses)
+        else:
+            self.active.logical_and_(torch.isfinite(losses))
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> ArrayOptimizer:
         """torch's optimizer for all members; every number may be a list with one value a member.

@@ -107,6 +107,12 @@ class RecordedStep:
         self.array._restore_frozen()
         return self._losses
 
+    @property
+    def batch(self) -> tuple[Any, tuple[Any, ...]]:
+        """Inputs and targets where a recorded step reads them: a batch that is written there needs no other copy."""
+        inputs, targets = self._static
+        return inputs, targets
+
     def _check_fixed(self) -> None:
         """What was recorded or compiled must be what the array and the loss are now."""
         if self.array.active is not self._active:
@@ -129,7 +135,8 @@ class RecordedStep:
                 if new.shape != static.shape:
                     shapes = f"{list(static.shape)}, it was given one of shape {list(new.shape)}"
                     raise FusionError(f"the step was recorded for a tensor of shape {shapes}; record another step")
-                static.copy_(new, non_blocking=True)
+                if new is not static:
+                    static.copy_(new, non_blocking=True)
             elif new is not static and new != static:
                 raise FusionError(f"the step was recorded with {static!r}, it was given {new!r}; record another step")
 

@@ -1,9 +1,10 @@
 """Kernels of our own, in Triton, for what torch does in several passes over memory.
 
 `update` is the optimizer's step, `batchnorm` batch norm with the activation that follows it, `normmax` with a maximum
-over rows behind that, `layernorm` layer norm with each member's own weight, `dropout` the members' masks, `entropy` the
-loss over many classes. Only these files import triton; where it is missing, or the tensors are not on CUDA, `usable`
-says so and torch's own operators do the work. Results agree to rounding.
+over rows behind that, `layernorm` layer norm with each member's own weight, `convolution` all members' convolutions,
+`dropout` their masks, `entropy` the loss over many classes, `finite` which members go on. Only these files import
+triton; where it is missing, or the tensors are not on CUDA, `usable` says so and torch's own operators do the work.
+Results agree to rounding.
 """
 
 import contextlib
