@@ -59,9 +59,9 @@ def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
                     widths[name] = widths.get(name) or Widths(foreground.steps, work.steps)
                     part = widths[name].take(slowdown=budget)
                     answer = {**ours(foreground, BackgroundWork(work), budget, seconds, None), "multiprocessors": part}
-                    answer["tried"] = {
-                        share: [tried.slowdown, tried.kept] for share, tried in widths[name].tried.items()
-                    }
+                    tried = widths[name].tried.items()
+                    answer["tried"] = {share: [found.slowdown, found.kept] for share, found in tried}
+                    answer["left_out"] = widths[name].left_out
                 elif work.steps.stream != low:
                     move(work.steps, low)
                 if way == "gaps":

@@ -1,5 +1,6 @@
 """The part of a GPU that a background gets: the choice, by what was tried."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -90,6 +91,18 @@ class Whole:
     device, priority = torch.device("cuda", 0), 0
 
 
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_part_with_other_numbers_is_left_out_unless_the_job_has_others_each_time(
+    reproducible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = itertools.count()
+    monkeypatch.setattr(width, "confined_stream", lambda device, share, priority: share)
+    monkeypatch.setattr(width, "together", lambda _, steps, seconds: tried(1.3, 0.1))
+    monkeypatch.setattr(width, "_fingerprint", lambda steps: [steps.stream == 0.5] if reproducible else [next(count)])
+    steps: Any = Moved({})
+    assert set(Widths(steps, steps).left_out) == ({0.5} if reproducible else set())
+
+
 def test_a_part_that_cannot_be_tried_is_left_out_and_the_background_stays_where_it_can_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,6 +113,7 @@ def test_a_part_that_cannot_be_tried_is_left_out_and_the_background_stays_where_
     steps: Any = Moved(refused)
     widths = Widths(steps, steps)
     assert set(widths.tried) == {1.0, *PARTS} - set(refused)
+    assert set(widths.left_out) == set(refused)
     assert not steps.is_cut_anew
     assert (widths.take(slowdown=1.1), steps.stream, len(steps.pieces)) == (0.5, 0.5, 1)
     assert steps.is_cut_anew, "pieces are of the wanted length where they run"

@@ -3,7 +3,8 @@
 A background may use the whole GPU for short times, or a part of it for longer. Which disturbs the foreground less
 depends on both jobs' kernels, so both ways are tried, for some steps with nothing held back and nothing trained. A part
 is taken only where it keeps clearly more, and only where a step on it gives the same numbers, bit for bit, as on the
-whole GPU: libraries may choose other kernels for fewer multiprocessors.
+whole GPU: libraries may choose other kernels for fewer multiprocessors. A job whose steps differ from time to time on
+the whole GPU, as some of cuDNN's kernels add up in any order, has no bits to be kept and is not asked.
 
 Takes captured jobs; leaves the background captured on the stream it is to run on. Ignores: times in which the
 foreground waits, when a part of the GPU is less than there is; and other backgrounds, which run at the same time if
@@ -76,19 +77,23 @@ class Widths:
         self._streams = {1.0: whole}
         self.tried = {1.0: together(foreground, background, seconds=_TRY_S)}
         """Share of the multiprocessors → what came out; a part that gives other numbers is missing."""
+        self.left_out: dict[float, str] = {}
+        """Parts that are not, and why."""
         wanted = _fingerprint(background)
+        reproducible = _fingerprint(background) == wanted
         for share in PARTS:
             try:
                 stream = confined_stream(whole.device.index, share, whole.priority)
                 self._roughly = True
                 move(background, stream, as_cut=True)
-                if _fingerprint(background) != wanted:
+                if reproducible and _fingerprint(background) != wanted:
                     raise CaptureError("a step's numbers differ there")
                 self.tried[share] = together(foreground, background, seconds=_TRY_S)
                 self._streams[share] = stream
             # A driver or a GPU without parts, a step that cannot run on one, or no memory to try it.
             except (CaptureError, RuntimeError) as error:
-                _LOG.info("no background on %.0f%% of the GPU: %s", 100 * share, in_a_line(error))
+                self.left_out[share] = in_a_line(error)
+                _LOG.info("no background on %.0f%% of the GPU: %s", 100 * share, self.left_out[share])
 
     def take(self, *, slowdown: float) -> float:
         """Has the background captured where it keeps most within a budget; returns that share."""
