@@ -18,6 +18,11 @@ from burstpool.fusion.rules.rounding import convolutions_may_round, products_may
 aten = torch.ops.aten
 
 
+@pytest.fixture(autouse=True)
+def kernels_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members_at_once.kernels, "present", lambda: True)
+
+
 def call(layer: nn.Module, device: str = "cuda", *, own_input: bool = True) -> Call:
     """The layer's one operator, as if it had been captured on a device; each member has weights of its own."""
     program = torch.export.export(
@@ -73,6 +78,11 @@ def test_shared_inputs_and_other_devices_are_left_to_others() -> None:
     assert not suits(call(layer, "cpu"))
 
 
+def test_without_kernels_it_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members_at_once.kernels, "present", lambda: False)
+    assert not suits(call(nn.Conv2d(16, 32, 3)))
+
+
 @pytest.mark.parametrize("make", [convolution_at_once, transposed_at_once])
 def test_what_the_kernel_cannot_take_at_run_time_is_done_otherwise(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -92,6 +102,8 @@ def test_what_may_be_rounded_is_known_by_either_of_torchs_settings() -> None:
             torch.set_float32_matmul_precision(precision)
             torch.backends.cudnn.allow_tf32 = precision == "high"
             assert products_may_round() == convolutions_may_round() == (precision == "high")
+            with torch.backends.cudnn.flags(enabled=False, allow_tf32=precision != "high"):
+                assert convolutions_may_round() == (precision == "high"), "a product, then"
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]

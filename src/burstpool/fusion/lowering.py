@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from burstpool.fusion import kernels
 from burstpool.fusion.modes import Mode
 from burstpool.fusion.plan import Plan, Step
 from burstpool.fusion.rules import Run
 from burstpool.fusion.rules.concurrent import is_in_turn
+from burstpool.fusion.rules.rounding import convolutions_may_round
 from burstpool.fusion.serial import draws, run_serially, tensors_of
 from burstpool.fusion.timing import NO_MEMORY_S, timed, timed_recorded
 from burstpool.model.capture import batch_of
@@ -181,6 +183,8 @@ class _Tuner:
         kind = self.array.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         how = f"{' recorded' if self.array.recording else ''}{' in turn' if is_in_turn() else ''}"
+        if kind == "cuda":  # what "kernel" stands for depends on both
+            how += f" tf32={convolutions_may_round()} kernels={kernels.present()}"
         return f"M={len(self.array)} autocast={autocast}{how}"
 
     def _timed(self, function: Callable[[], None], run: Run) -> float:

@@ -3,7 +3,8 @@
 `update` is the optimizer's step, `batchnorm` batch norm with the activation that follows it, `normmax` with a maximum
 over rows behind that, `layernorm` layer norm with each member's own weight, `convolution` all members' convolutions,
 `dropout` their masks, `entropy` the loss over many classes, `finite` which members go on. Only these files import
-triton; where it is missing, or the tensors are not on CUDA, `usable` says so and torch's own operators do the work.
+triton; where it is missing, or the tensors are not on the current CUDA device, `usable` says so and torch's own
+operators do the work.
 Results agree to rounding.
 """
 
@@ -39,7 +40,8 @@ def plain() -> bool:
 
 
 @functools.cache
-def _present() -> bool:
+def present() -> bool:
+    """Whether there are kernels at all."""
     return importlib.util.find_spec("triton") is not None and os.environ.get("BURSTPOOL_KERNELS") != "0"
 
 
@@ -49,4 +51,9 @@ def usable(*tensors: torch.Tensor) -> bool:
         return False
     # Triton's interpreter, for tests without a GPU, takes any device.
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return _present() and all((interpreted or t.is_cuda) and t.dtype in NARROW for t in tensors)
+    return present() and all((interpreted or _is_here(t)) and t.dtype in NARROW for t in tensors)
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    """On the current device, on which Triton launches."""
+    return tensor.is_cuda and tensor.get_device() == torch.cuda.current_device()

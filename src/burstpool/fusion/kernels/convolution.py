@@ -7,13 +7,14 @@ the input fall into classes that meet different taps; `_scattered` goes through 
 is tried in vain.
 
 Takes channels innermost, and any strides outside of them: members outermost, or between samples and channels.
-Sums are float32; factors of 32 bits are rounded to TF32, so the caller asks whether they may be.
+Sums are float32; factors of 32 bits are cut to TF32, so the caller asks whether they may be. How large a part of the
+product a program makes is tiles.py's.
 
 Shapes: M = members, N = samples, C = input channels, O = output channels, P = samples times places, T = taps.
 """
 # ruff: noqa: N803, N806 -- shape suffixes are capitals
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_LEAST = 16
-"""A side of the smallest product that the matrix units take."""
+from burstpool.fusion.kernels.tiles import OPTIONS, parts_of, square_tile, tile_of
+
+_IN_32_BITS = 1 << 31
+"""Offsets within a sample are below; those of samples and members may be beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,23 @@ class Geometry:
     """How the kernel lies on the map; one number for each of the two dimensions."""
 
     taps: tuple[int, int]
+    """The kernel's own size."""
     stride: tuple[int, int]
     padding: tuple[int, int]
+    """Zeros on either side of the map."""
     dilation: tuple[int, int]
+    """From one tap to the next."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As the kernels take them."""
+        return *self.taps, *self.stride, *self.padding, *self.dilation
+
+    def out(self, size: Sequence[int]) -> tuple[int, int]:
+        """Places of the result on a map of this size."""
+        pairs = zip(size, self.taps, self.stride, self.padding, self.dilation, strict=True)
+        first, last = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in pairs)
+        return first, last
 
 
 @triton.jit
@@ -158,21 +175,17 @@ def _correlated(
     tl.store(at, total.to(w_ptr.dtype.element_ty), mask=(o < O)[:, None] & (c < C)[None, :])
 
 
-def gathered(x_MNHWC: Tensor, w_MOTC: Tensor, geometry: Geometry) -> Tensor:
-    """[M, N, …, O]: the convolution of x with w [M, O, taps…, C]."""
+def gathered(x_MNHWC: Tensor, w_MOTC: Tensor, geometry: Geometry, out: tuple[int, int]) -> Tensor:
+    """[M, N, *out, O]: the convolution of x with w [M, O, taps…, C]."""
     members, samples, height, width, channels = x_MNHWC.shape
     outputs = w_MOTC.shape[1]
-    out = [
-        (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
-        for size, taps, stride, padding, dilation in zip((height, width), *_each(geometry), strict=True)
-    ]
     y = x_MNHWC.new_empty(members, samples, *out, outputs)
     rows = samples * out[0] * out[1]
-    sizes = _sizes(rows, outputs, channels, members, x_MNHWC)
-    grid = (triton.cdiv(rows, sizes.rows), triton.cdiv(outputs, sizes.columns), members)
+    tile = tile_of(rows, columns=outputs, depth=channels, copies=members, like=x_MNHWC)
+    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.columns), members)
     _gathered[grid](
         x_MNHWC, w_MOTC, y, rows, channels, outputs, height, width, *out, *x_MNHWC.stride()[:4],
-        *_constants(geometry), *sizes.blocks, **_OPTIONS,
+        *geometry.numbers, *tile, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -183,13 +196,14 @@ def scattered(y_MNHWO: Tensor, w_MOTC: Tensor, geometry: Geometry, size: tuple[i
     channels, (stride_h, stride_w) = w_MOTC.shape[-1], geometry.stride
     x = y_MNHWO.new_empty(members, samples, *size, channels)
     places = samples * triton.cdiv(size[0], stride_h) * triton.cdiv(size[1], stride_w)
-    sizes = _sizes(places, channels, outputs, members * stride_h * stride_w, y_MNHWO)
-    tiles = triton.cdiv(places, sizes.rows) * stride_h * stride_w
+    copies = members * stride_h * stride_w
+    tile = tile_of(places, columns=channels, depth=outputs, copies=copies, like=y_MNHWO)
+    tiles = triton.cdiv(places, tile.rows) * stride_h * stride_w
     if w_MOTC.dtype.itemsize == 4:  # matrix units take factors of 32 bits only along the sum, which is over O
         w_MOTC = w_MOTC.transpose(1, 4).contiguous().transpose(1, 4)
-    _scattered[tiles, triton.cdiv(channels, sizes.columns), members](
+    _scattered[tiles, triton.cdiv(channels, tile.columns), members](
         y_MNHWO, w_MOTC, x, samples, channels, outputs, *size, *out, *y_MNHWO.stride()[:4],
-        *(w_MOTC.stride(dim) for dim in (0, 1, 3, 4)), *_constants(geometry), *sizes.blocks, **_OPTIONS,
+        *(w_MOTC.stride(dim) for dim in (0, 1, 3, 4)), *geometry.numbers, *tile, **OPTIONS,
     )  # fmt: skip
     return x
 
@@ -200,83 +214,16 @@ def correlated(x_MNHWC: Tensor, y_MNHWO: Tensor, geometry: Geometry) -> Tensor:
     *_, out_h, out_w, outputs = y_MNHWO.shape
     y_MPO = y_MNHWO.flatten(1, 3)
     rows, taps = samples * out_h * out_w, geometry.taps[0] * geometry.taps[1]
-    side = min(_side(outputs), _side(channels))
-    sizes = _Sizes(side, side, min(_side(rows), _depth(x_MNHWC)))
-    tiles = triton.cdiv(outputs, side) * triton.cdiv(channels, side)
-    parts, part_rows = _parts(rows, tiles * taps * members, x_MNHWC.device, sizes.depth)
+    tile = square_tile(outputs, channels, depth=rows, like=x_MNHWC)
+    tiles = triton.cdiv(outputs, tile.rows) * triton.cdiv(channels, tile.columns)
+    parts, part_rows = parts_of(rows, programs=tiles * taps * members, tile=tile, device=x_MNHWC.device)
     dtype = x_MNHWC.dtype if parts == 1 else torch.float32
     w = x_MNHWC.new_empty(parts, members, outputs, *geometry.taps, channels, dtype=dtype)
     _correlated[tiles, taps * parts, members](
         x_MNHWC, y_MPO, w, rows, channels, outputs, height, width, *x_MNHWC.stride()[:4],
-        *y_MPO.stride()[:2], part_rows, w.stride(0), out_h, out_w, *_constants(geometry), *sizes.blocks, **_OPTIONS,
+        *y_MPO.stride()[:2], part_rows, w.stride(0), out_h, out_w, *geometry.numbers, *tile, **OPTIONS,
     )  # fmt: skip
     return w[0] if parts == 1 else w.sum(0).to(x_MNHWC.dtype)
-
-
-def _each(geometry: Geometry) -> tuple[tuple[int, int], ...]:
-    return geometry.taps, geometry.stride, geometry.padding, geometry.dilation
-
-
-def _constants(geometry: Geometry) -> tuple[int, ...]:
-    """As the kernels take them."""
-    return tuple(number for pair in _each(geometry) for number in pair)
-
-
-_OPTIONS = {"num_warps": 4, "num_stages": 3}
-"""Of all three kernels; eight warps or four stages were slower for most of nine shapes (docs/LOG.md)."""
-_BUSY = 0.75
-"""Programs a multiprocessor below which tiles are made smaller."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Of the product that one program makes."""
-
-    rows: int
-    columns: int
-    depth: int
-    """How much of the sum is taken at a time."""
-
-    @property
-    def blocks(self) -> tuple[int, int, int]:
-        """As the kernels take them."""
-        return self.rows, self.columns, self.depth
-
-
-def _side(size: int) -> int:
-    return min(max(int(triton.next_power_of_2(size)), _LEAST), 128)
-
-
-def _depth(like: Tensor) -> int:
-    return 128 // int(like.dtype.itemsize)
-
-
-def _sizes(rows: int, columns: int, depth: int, copies: int, like: Tensor) -> _Sizes:
-    """The largest tiles of which there are enough; of small ones, more of the sum is taken at a time."""
-    tall, wide = _side(rows), _side(columns)
-    enough = _BUSY * _multiprocessors(like.device)
-    while triton.cdiv(rows, tall) * triton.cdiv(columns, wide) * copies < enough:
-        if tall > 64 and tall >= wide:
-            tall //= 2
-        elif wide > 32:
-            wide //= 2
-        else:
-            break
-    deep = _depth(like) * (1 if max(tall, wide) > 64 else 2)
-    return _Sizes(tall, wide, min(max(triton.next_power_of_2(depth), _LEAST), deep))
-
-
-def _parts(rows: int, programs: int, device: torch.device, depth: int) -> tuple[int, int]:
-    """Into how many parts the sum over rows is cut, so that there is work for all, and the rows of each."""
-    wanted = triton.cdiv(2 * _multiprocessors(device), programs)
-    parts = max(min(wanted, rows // (8 * depth)), 1)
-    part_rows = triton.cdiv(triton.cdiv(rows, parts), depth) * depth
-    return triton.cdiv(rows, part_rows), part_rows
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class _Convolved(torch.autograd.Function):
@@ -286,30 +233,32 @@ class _Convolved(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, geometry: Geometry, size: tuple[int, int] | None) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.geometry, ctx.transposed = geometry, size is not None
-        return gathered(x, w, geometry) if size is None else scattered(x, w, geometry, size)
+        return gathered(x, w, geometry, geometry.out(x.shape[2:4])) if size is None else scattered(x, w, geometry, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, w = ctx.saved_tensors
-        g, geometry = _channels_innermost(grads[0]), ctx.geometry
+        g, geometry, places = _readable(grads[0]), ctx.geometry, x.shape[2:4]
         wants_x, wants_w = ctx.needs_input_grad[:2]
         gx = gw = None
         if wants_x:
-            gx = gathered(g, w, geometry) if ctx.transposed else scattered(g, w, geometry, x.shape[2:4])
+            gx = (gathered if ctx.transposed else scattered)(g, w, geometry, places)
         if wants_w:
             gw = correlated(g, x, geometry) if ctx.transposed else correlated(x, g, geometry)
         return gx, gw, None, None
 
 
-def _channels_innermost(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _readable(x_MNHWC: Tensor) -> Tensor:
+    """Channels innermost, and a sample's offsets in 32 bits."""
+    sample = sum(stride * size for stride, size in zip(x_MNHWC.stride()[2:4], x_MNHWC.shape[2:4], strict=True))
+    return x_MNHWC if x_MNHWC.stride(-1) == 1 and sample < _IN_32_BITS else x_MNHWC.contiguous()
 
 
 def convolved(x_MNHWC: Tensor, w_MOTC: Tensor, geometry: Geometry, size: tuple[int, int] | None = None) -> Tensor:
     """Members' convolutions with their own weights, channels last; with a size, transposed ones to maps of it.
 
-    The weight is [M, O, taps…, C] and lies so; transposed, O are the input's channels. A stride has no dilation.
+    The weight is [M, O, taps…, C]; transposed, O are the input's channels. A stride has no dilation.
     """
-    y: Tensor = _Convolved.apply(_channels_innermost(x_MNHWC), w_MOTC, geometry, size)  # type: ignore[no-untyped-call]
+    y: Tensor = _Convolved.apply(_readable(x_MNHWC), w_MOTC.contiguous(), geometry, size)  # type: ignore[no-untyped-call]
     return y

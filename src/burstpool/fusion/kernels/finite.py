@@ -13,7 +13,7 @@ _BLOCK = 256
 def _stop(active, losses, members, BLOCK: tl.constexpr):
     member = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = member < members
-    loss = tl.load(losses + member, mask=inside, other=0.0)
+    loss = tl.load(losses + member, mask=inside, other=0.0).to(tl.float32)
     # What is finite is nothing when taken from itself; infinity and NaN are not.
     tl.store(active + member, 0, mask=inside & ~(loss - loss == 0.0))
 

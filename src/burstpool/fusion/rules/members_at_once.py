@@ -29,7 +29,8 @@ def suits(call: Call) -> bool:
     weight, numbers = call.tensor("weight"), [call[name] for name in ("stride", "padding", "dilation")]
     two_numbers = all(isinstance(n, list | tuple) and len(n) in (1, 2) for n in numbers)
     return (
-        call.op in (aten.conv2d.default, aten.conv_transpose2d.input)
+        kernels.present()
+        and call.op in (aten.conv2d.default, aten.conv_transpose2d.input)
         and call.tensor("input").device.type == "cuda"
         and call.is_batched("input")
         and call["groups"] == 1
@@ -83,8 +84,10 @@ def _run(
 
     members, dtype = weight.shape[0], autocast_dtype(x_MNC)
     geometry = Geometry(_pair(weight.shape[3:]), _pair(stride), _pair(padding), _pair(dilation))
-    laid = laid_weight(weight.flatten(0, 1), dtype, torch.channels_last).movedim(1, -1)
-    x_MNHWC = x_MNC.to(dtype).movedim(2, -1)
+    laid = laid_weight(weight.flatten(0, 1), dtype, torch.channels_last).movedim(1, -1).contiguous()
+    x_MNHWC = x_MNC.movedim(2, -1)
+    order = torch.preserve_format if x_MNHWC.stride(-1) == 1 else torch.contiguous_format
+    x_MNHWC = x_MNHWC.to(dtype, memory_format=order)
     y = convolved(x_MNHWC, laid.view(members, -1, *laid.shape[1:]), geometry, size).movedim(-1, 2)
     return y if b_MO is None else y + b_MO.view(members, 1, -1, 1, 1).to(dtype)
 

@@ -12,7 +12,9 @@ def products_may_round() -> bool:
 
 
 def convolutions_may_round() -> bool:
-    """In convolutions."""
+    """In convolutions; without cuDNN these are products."""
+    if not torch.backends.cudnn.enabled:
+        return products_may_round()
     try:
         return bool(torch.backends.cudnn.allow_tf32)
     except RuntimeError:
