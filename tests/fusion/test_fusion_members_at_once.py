@@ -1,6 +1,6 @@
 """The convolution kernel's rule without a GPU: what it takes, and who does the work where it cannot.
 
-That its numbers are right is tested on a GPU (tests/gpu/test_kernels_cuda.py).
+That its numbers are right is tested where the kernels can run (tests/kernels).
 """
 
 from collections.abc import Callable

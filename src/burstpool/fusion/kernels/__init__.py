@@ -45,13 +45,22 @@ def present() -> bool:
     return importlib.util.find_spec("triton") is not None and os.environ.get("BURSTPOOL_KERNELS") != "0"
 
 
+@functools.cache
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs them, for tests without a GPU, on any device."""
+    return present() and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run_on(device: torch.device) -> bool:
+    """Whether they can run on such a device."""
+    return present() and (device.type == "cuda" or interpreted())
+
+
 def usable(*tensors: torch.Tensor) -> bool:
     """Whether the kernels can take these tensors."""
     if plain():
         return False
-    # Triton's interpreter, for tests without a GPU, takes any device.
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return present() and all((interpreted or _is_here(t)) and t.dtype in NARROW for t in tensors)
+    return present() and all((interpreted() or _is_here(t)) and t.dtype in NARROW for t in tensors)
 
 
 def _is_here(tensor: torch.Tensor) -> bool:

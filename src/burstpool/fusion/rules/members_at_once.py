@@ -29,9 +29,8 @@ def suits(call: Call) -> bool:
     weight, numbers = call.tensor("weight"), [call[name] for name in ("stride", "padding", "dilation")]
     two_numbers = all(isinstance(n, list | tuple) and len(n) in (1, 2) for n in numbers)
     return (
-        kernels.present()
-        and call.op in (aten.conv2d.default, aten.conv_transpose2d.input)
-        and call.tensor("input").device.type == "cuda"
+        call.op in (aten.conv2d.default, aten.conv_transpose2d.input)
+        and kernels.run_on(call.tensor("input").device)
         and call.is_batched("input")
         and call["groups"] == 1
         and two_numbers
