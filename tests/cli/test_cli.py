@@ -1,5 +1,6 @@
 """The command line: what people see, one line for a mistake, one JSON object for machines."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from burstpool.cli.app import app, run
 from burstpool.cli.demo_share import arrays_s
 from burstpool.profiling.profile import Profile
+from burstpool.run.machine import host_times
 from burstpool.share.base import BackgroundOutcome
 
 
@@ -56,7 +58,10 @@ def test_what_the_demo_compares_sharing_with_has_the_arrays_side_by_side() -> No
 def test_demo_tells_the_story(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burstpool.cluster.reductions._TRIES", 1)  # the second is for accuracy
+    for module in ("reductions", "messages"):
+        monkeypatch.setattr(f"burstpool.cluster.{module}._TRIES", 1)  # more are for accuracy
+        monkeypatch.setattr(f"burstpool.cluster.{module}._TURNS", 2)
+    monkeypatch.setattr("burstpool.run.machine.host_times", functools.partial(host_times, turns=1))
     folder = tmp_path / "demo"
     words = ["demo", "zoo:tiny_mlp", "--devices", "2", "--steps", "6", "--trials", "6", "--run-folder", str(folder)]
     assert run([*words, "--json"]) == 0
