@@ -3,7 +3,10 @@
 Starting processes takes longer than most cases train: so all of a module's cases share them.
 """
 
+import pickle
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,13 +52,16 @@ class Cases:
 
     def run(self) -> None:
         """All cases, one after the other."""
-        tasks = [*self.cases.values(), *self.checks]
-        workers = LocalEngine().start(run_cases, tasks, num_workers=self.num_workers, silence_s=_SILENCE_S)
-        try:
-            while (results := workers.results()) is None:
-                workers.poll(1.0)
-        finally:
-            workers.terminate()
+        with tempfile.TemporaryDirectory() as folder:
+            # Not as the workers' task: with more than a pipe holds, each would start when the one before it has read it.
+            file = Path(folder) / "cases"
+            file.write_bytes(pickle.dumps([*self.cases.values(), *self.checks]))
+            workers = LocalEngine().start(run_cases, str(file), num_workers=self.num_workers, silence_s=_SILENCE_S)
+            try:
+                while (results := workers.results()) is None:
+                    workers.poll(1.0)
+            finally:
+                workers.terminate()
         self.outcomes = results
 
     def states(self, name: str) -> list[dict[str, torch.Tensor]]:
