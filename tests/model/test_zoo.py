@@ -1,4 +1,7 @@
-"""The zoo: every entry builds, trains and exports; sizes are the published ones; tiny models learn the digits."""
+"""The zoo: every entry builds and trains; sizes are the published ones; tiny models learn the digits.
+
+That every entry exports, for any batch, is tested where it is traced: test_trace.py.
+"""
 
 import pickle
 import re
@@ -8,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from burstpool.data import digits
@@ -36,9 +38,6 @@ PUBLISHED_PARAMETERS = {
 """From torchvision's documentation, and of the smallest GPT-2."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "zoo.md"
-
-NEEDS_TWO = ("resnet", "inception_v3", "mobilenet", "pointnet")
-"""Kinds whose small form has a batch norm over the batch alone, which cannot train on one sample."""
 
 every_name = pytest.mark.parametrize("name", zoo.names())
 
@@ -110,26 +109,6 @@ def test_loss_is_a_mean_over_samples(name):
 
     expected = (2 * loss(slice(2)) + 3 * loss(slice(2, 5))) / 5
     torch.testing.assert_close(loss(slice(5)), expected, rtol=1e-12, atol=0)  # fp64; only sums are reordered
-
-
-@every_name
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_small_form_exports_with_any_batch(name, train):
-    job = small(name)
-    model = job.build_model().train(train)
-    arguments, keywords = job.example(4)
-    dynamic = pytree.tree_map(lambda _: {0: Dim.DYNAMIC}, keywords or arguments)
-    exported = export(model, arguments, keywords, dynamic_shapes=dynamic, strict=False).module()
-    batches = (2, 5) if train and any(kind in name for kind in NEEDS_TWO) else (1, 5)
-    for batch in batches:
-        arguments, keywords = job.example(batch)
-        torch.manual_seed(0)  # so that both drop the same activations
-        expected = model(*arguments, **keywords)
-        torch.manual_seed(0)
-        output = exported(*arguments, **keywords)
-        assert type(output) is type(expected)
-        for got, wanted in zip(pytree.tree_leaves(output), pytree.tree_leaves(expected), strict=True):
-            assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize(

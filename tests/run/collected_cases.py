@@ -53,7 +53,7 @@ class Cases:
     def run(self) -> None:
         """All cases, one after the other."""
         with tempfile.TemporaryDirectory() as folder:
-            # Not as the workers' task: with more than a pipe holds, each would start when the one before it has read it.
+            # Not as the workers' task: of more than a pipe holds, each would start only when the one before has it.
             file = Path(folder) / "cases"
             file.write_bytes(pickle.dumps([*self.cases.values(), *self.checks]))
             workers = LocalEngine().start(run_cases, str(file), num_workers=self.num_workers, silence_s=_SILENCE_S)
