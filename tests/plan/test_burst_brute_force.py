@@ -77,3 +77,15 @@ def test_six_branches_are_put_into_groups_like_brute_force() -> None:
     branches = [layer(f"b{i}", ("in",), seconds=1e-5 * 3**i, **costs) for i in range(6)]
     join = layer("join", tuple(branch.name for branch in branches), seconds=1e-5, **costs)
     check(profile([layer("in", ("input",), seconds=1e-5, **costs), *branches, join]), BurstOptions(), 4, 0.7)
+
+
+def test_layers_that_are_alike_are_planned_like_brute_force() -> None:
+    """Thousands of ways through a fork inside of a fork differ by rounding, or not at all."""
+    inputs = {"l0": ("input",), "l1": ("l0",), "l2": ("l1",), "l3": ("l2",), "l4": ("l1",), "l5": ("l3", "l4")}
+    inputs |= {"l6": ("l0",), "l7": ("l5", "l6")}
+    wide = ("l2", "l5")
+    layers = [
+        layer(name, given, seconds=1e-5, fixed_s=1e-5, parameters=400_000_000 if name in wide else 0, size=4)
+        for name, given in inputs.items()
+    ]
+    check(profile(layers), OPTIONS[0], num_devices=4, part=0.0)

@@ -24,7 +24,7 @@ import numpy as np
 from burstpool.plan.burst_cost import Ops
 from burstpool.plan.burst_forks import Part
 from burstpool.plan.cost import Floats
-from burstpool.plan.pareto import Integers, front, fully_undominated, undominated
+from burstpool.plan.pareto import Integers, coarse, front, fully_undominated, undominated
 
 _SLACK = 1e-12
 """Relative; sums of the same numbers in another order differ by less."""
@@ -239,9 +239,10 @@ class _Labels:
         is_open = device_s + self.sweep.device[level][before][:, None] <= self.budget
         choice, parent = np.nonzero(is_open & (bound <= self.most * (1 + _SLACK)) & np.isfinite(bound))
         clocks = np.stack([array[choice, parent] for array in (compute_s, lane_s, device_s)])
-        kept = undominated(before[choice], clocks[2], clocks[1], clocks[0])
+        rough = np.stack([coarse(clock) for clock in clocks])
+        kept = undominated(before[choice], rough[2], rough[1], rough[0])
         if len(kept) > self.max_labels >= _MANY_LABELS:
-            kept = kept[fully_undominated(before[choice[kept]], *clocks[:, kept])]
+            kept = kept[fully_undominated(before[choice[kept]], *rough[:, kept])]
         if len(kept) > self.max_labels:
             self.proven = False
             kept = kept[np.argsort(bound[choice[kept], parent[kept]], kind="stable")[: self.max_labels]]

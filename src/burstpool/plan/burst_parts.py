@@ -12,7 +12,7 @@ from burstpool.plan.branches import Fork, ModelRow, Stage
 from burstpool.plan.burst_cost import BurstCost
 from burstpool.plan.burst_forks import Part, fork_part, num_alternatives, num_groupings, stage_ops, stage_part
 from burstpool.plan.cost import Floats
-from burstpool.plan.pareto import fully_undominated, undominated
+from burstpool.plan.pareto import coarse, fully_undominated, undominated
 
 _SMALL_FORK = 70_000
 """A fork with no more alternatives × widths² is searched in full,"""
@@ -67,7 +67,7 @@ def _worth_keeping(part: Part) -> Part:
     """Without alternatives that another beats in everything, each between its own two widths."""
     num_ways, num_before, num_after = part.ops.compute_s.shape
     way, pair = (x.ravel() for x in np.indices((num_ways, num_before * num_after)))
-    flat = [array.reshape(-1) for array in part.ops]
+    flat = [coarse(array.reshape(-1)) for array in part.ops]
     kept = undominated(pair, flat[3], flat[2], flat[1], flat[0])
     kept = kept[fully_undominated(pair[kept], *(column[kept] for column in flat))]
     kept = kept[np.argsort(pair[kept], kind="stable")]

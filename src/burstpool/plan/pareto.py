@@ -14,6 +14,7 @@ Integers = npt.NDArray[np.intp]
 
 _MOST_COMPARED = 3000
 """Labels of a group that are compared each with each."""
+_ROUNDING = 2.0**-40
 
 
 def front(first: Floats, second: Floats) -> Integers:
@@ -25,6 +26,16 @@ def front(first: Floats, second: Floats) -> Integers:
     return np.asarray(order[np.append(True, least[1:] < least[:-1])])
 
 
+def coarse(costs: Floats) -> Floats:
+    """The costs in multiples of a trillionth of the largest: those that differ by rounding only become equal.
+
+    Sums of the same numbers in another order differ in the last digits; as labels none beats the other, and of layers
+    that are alike there are thousands.
+    """
+    unit = float(np.max(costs, where=np.isfinite(costs), initial=0.0)) * _ROUNDING
+    return np.rint(costs / unit) * unit if unit else costs
+
+
 def undominated(group: Integers, first: Floats, *others: Floats) -> Integers:
     """Places of labels (some costs each) that are worth keeping, each among those of its own group: O(n log n).
 
@@ -32,11 +43,20 @@ def undominated(group: Integers, first: Floats, *others: Floats) -> Integers:
     else some labels stay that a full comparison would find useless, as each is compared with one rival a column only:
     of those no worse in the first column, the best in that one.
     """
-    kept = np.arange(len(group), dtype=np.intp)
+    kept = _distinct(group, first, *others)
     for leading in range(len(others)):
         columns = [others[leading][kept], *(column[kept] for i, column in enumerate(others) if i != leading)]
         kept = kept[_beaten_by_none(group[kept], first[kept], columns)]
     return kept
+
+
+def _distinct(*columns: Floats | Integers) -> Integers:
+    """Places of the first of equal labels each."""
+    order = np.lexsort(columns)
+    if not len(order):
+        return np.zeros(0, dtype=np.intp)
+    differs = np.any([column[order][1:] != column[order][:-1] for column in columns], axis=0)
+    return np.asarray(order[np.append(True, differs)])
 
 
 def _beaten_by_none(group: Integers, first: Floats, columns: Sequence[Floats]) -> Integers:
