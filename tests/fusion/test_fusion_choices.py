@@ -62,3 +62,24 @@ def test_where_memory_does_not_hold_what_measuring_needs_the_rules_own_choices_r
     assert plan.choice == "rules"
     assert {step.chosen for step in plan.steps} == {""}
     assert not Choices(CPU).times_s
+
+
+@pytest.mark.parametrize("fails", ["_loop", "_grouped"])
+def test_a_way_that_fails_is_not_taken_unless_it_is_the_rules_own(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> object:
+        def kernel(*arguments: object) -> object:
+            raise ValueError("out of resource: shared memory")
+
+        return kernel
+
+    monkeypatch.setattr(f"burstpool.fusion.rules.convolution.{fails}", broken)
+    models = [torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3)) for _ in range(3)]
+    x = torch.randn(2, 3, 8, 8)
+    array = fuse(models, x, mode="measured")
+    if fails == "_grouped":
+        with pytest.raises(ValueError, match="shared memory"):
+            array(x)
+        return
+    torch.testing.assert_close(array(x), torch.stack([model(x) for model in models]))
+    [times_s] = [found for found in Choices(CPU).times_s.values() if "loop" in found]
+    assert times_s["loop"] == math.inf

@@ -10,6 +10,8 @@ misleads it: so the whole is compared with the rules' own choices, and the faste
 import contextlib
 import hashlib
 import json
+import logging
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ from burstpool.model.capture import batch_of
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
 
+_LOG = logging.getLogger(__name__)
 _SERIAL = "serial"
 _FUSED = "fused"
 _RULES = "rules"
@@ -174,7 +177,7 @@ class _Tuner:
         if step.lowered.others:
             candidates = {"": step.lowered.kernel, **step.lowered.others}
             key = f"{step.node.target} {described(arguments)} {self._setting()}"
-            measures = {name: self._measure(kernel, arguments) for name, kernel in candidates.items()}
+            measures = {name: self._measure(name, kernel, arguments) for name, kernel in candidates.items()}
             step.choose(self.choices.best(key, measures))
             return step.kernel(self.run(), *arguments)  # in the layout that the next operator will find
         return result
@@ -192,13 +195,26 @@ class _Tuner:
             return timed(function, self.array.device)
         return timed_recorded(function, self.array.device, run.streams.generators, in_a_row=is_in_turn())
 
-    def _measure(self, kernel: Callable[..., Any], arguments: list[Any]) -> Callable[[], float]:
+    def _measure(self, name: str, kernel: Callable[..., Any], arguments: list[Any]) -> Callable[[], float]:
+        """A way that fails, as a kernel may that asks too much of a GPU, takes forever; but the rule's own raises."""
+
         def once() -> None:
             fresh = [_leaf(argument) for argument in arguments]
             _backward(kernel(run, *fresh))
 
+        def measured() -> float:
+            try:
+                return self._timed(once, run)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if not name:
+                    raise
+                _LOG.info("%s is not tried: %s", name, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+                return math.inf
+
         run = self.run()
-        return lambda: self._timed(once, run)
+        return measured
 
     def _whole(
         self,
