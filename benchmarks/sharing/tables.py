@@ -9,6 +9,7 @@ their `run`; of a pair the last one counts.
 """
 
 import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -95,17 +96,18 @@ def summary(rows: Rows) -> list[str]:
     budgets = [float(row["way"].removesuffix(GAPS).split()[1]) for row in ours]
     mean = sum(row["slowdown"] <= budget + MEAN_OVER for row, budget in zip(ours, budgets, strict=True))
     p95 = sum(row["slowdown_p95"] <= budget + P95_OVER for row, budget in zip(ours, budgets, strict=True))
-    more = [
-        row["kept"] / beside
-        for row in ours
-        if not row["way"].endswith(GAPS)
-        and (beside := mps_kept(_points(rows, (row["foreground"], row["background"])), row["slowdown"])) is not None
-        and beside > 0
-    ]
+    more: dict[str, list[float]] = {}
+    for row in ours:
+        beside = mps_kept(_points(rows, (row["foreground"], row["background"])), row["slowdown"])
+        if beside and not row["way"].endswith(GAPS):
+            more.setdefault(row["way"], []).append(row["kept"] / beside)
     lines = [f"{len(ours)} lines: mean within {MEAN_OVER} above the budget in {mean}, p95 within {P95_OVER} in {p95}"]
-    if more:
-        ahead = sum(ratio > 1 for ratio in more)
-        lines.append(f"kept over MPS's at the same slowdown: more in {ahead} of {len(more)}, {min(more):.2f} at least")
+    for way, ratios in more.items():
+        ahead = f"more in {sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
+        lines.append(
+            f"{way}, kept over MPS's at the same slowdown: {ahead}, "
+            f"median {statistics.median(ratios):.2f}, least {min(ratios):.2f}"
+        )
     return lines
 
 

@@ -1,6 +1,6 @@
 """Chains of operators that are merged into one: which ones are, and that they compute what they did apart.
 
-Without a GPU a merged chain runs its operators one after another; tests/gpu has the kernels.
+Without a GPU a merged chain runs its operators one after another; tests/kernels has the kernels.
 """
 
 import copy

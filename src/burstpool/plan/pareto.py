@@ -15,6 +15,7 @@ Integers = npt.NDArray[np.intp]
 _MOST_COMPARED = 3000
 """Labels of a group that are compared each with each."""
 _ROUNDING = 2.0**-40
+"""Of the largest cost: what sums of some hundred numbers may differ by in another order, and much more."""
 
 
 def front(first: Floats, second: Floats) -> Integers:
@@ -27,7 +28,7 @@ def front(first: Floats, second: Floats) -> Integers:
 
 
 def coarse(costs: Floats) -> Floats:
-    """The costs in multiples of a trillionth of the largest: those that differ by rounding only become equal.
+    """The costs in multiples of a trillionth of the largest: nearly all that differ by rounding only become equal.
 
     Sums of the same numbers in another order differ in the last digits; as labels none beats the other, and of layers
     that are alike there are thousands.
@@ -39,8 +40,9 @@ def coarse(costs: Floats) -> Floats:
 def undominated(group: Integers, first: Floats, *others: Floats) -> Integers:
     """Places of labels (some costs each) that are worth keeping, each among those of its own group: O(n log n).
 
-    Sound: a label goes only if one that is no worse in anything stays. Complete where all columns but the first agree;
-    else some labels stay that a full comparison would find useless, as each is compared with one rival a column only:
+    Sound for up to some thousand groups and finite costs (but for `first`): a label goes only if one that is no worse
+    in anything stays. Complete where all columns but the first agree; else some labels stay that a full comparison
+    would find useless, as each is compared with one rival a column only:
     of those no worse in the first column, the best in that one.
     """
     kept = _distinct(group, first, *others)

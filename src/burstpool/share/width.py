@@ -31,7 +31,7 @@ PARTS = (0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Shares of the multiprocessors that are tried."""
 _TRY_S = 0.15
 _LEAST_STEPS, _MOST_STEPS = 6, 100
-"""Of a foreground in a try: enough to tell. One batch again and again, at the real learning rate, leads astray."""
+"""Of a foreground in a try: enough to tell, and not so many that one batch again and again ends in overflows."""
 _CLEARLY = 1.05
 """How much more a part must keep to be taken."""
 _WEIGHTS = 1 << 20
@@ -76,7 +76,7 @@ class Widths:
         whole = background.stream
         self._streams = {1.0: whole}
         self.tried = {1.0: together(foreground, background, seconds=_TRY_S)}
-        """Share of the multiprocessors → what came out; a part that gives other numbers is missing."""
+        """Share of the multiprocessors → what came out; those of `left_out` are missing."""
         self.left_out: dict[float, str] = {}
         """Parts that are not, and why."""
         wanted = _fingerprint(background)

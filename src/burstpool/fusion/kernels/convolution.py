@@ -3,8 +3,8 @@
 A row of the product is a place of the result, its sum runs over the kernel's taps and the input's channels; the window
 under a place is read where it lies. Three kernels: `_gathered` (the convolution), `_scattered` (its gradient by the
 input, which is also a transposed convolution) and `_correlated` (its gradient by the weight). With a stride, places of
-the input fall into classes that meet different taps; `_scattered` goes through them class by class, so that no tap
-is tried in vain.
+the input fall into classes that meet different taps; `_scattered` goes through them class by class, so that taps which
+the stride rules out are not tried.
 
 Takes channels innermost, and any strides outside of them: members outermost, or between samples and channels.
 Sums are float32; factors of 32 bits are cut to TF32, so the caller asks whether they may be. How large a part of the
@@ -191,7 +191,10 @@ def gathered(x_MNHWC: Tensor, w_MOTC: Tensor, geometry: Geometry, out: tuple[int
 
 
 def scattered(y_MNHWO: Tensor, w_MOTC: Tensor, geometry: Geometry, size: tuple[int, int]) -> Tensor:
-    """[M, N, *size, C]: what a convolution with w to y adds up of y at each place of its input."""
+    """[M, N, *size, C]: the gradient by the input of a convolution with w, y that by its result.
+
+    Also what a transposed convolution makes of y.
+    """
     members, samples, *out, outputs = y_MNHWO.shape
     channels, (stride_h, stride_w) = w_MOTC.shape[-1], geometry.stride
     x = y_MNHWO.new_empty(members, samples, *size, channels)
@@ -209,7 +212,7 @@ def scattered(y_MNHWO: Tensor, w_MOTC: Tensor, geometry: Geometry, size: tuple[i
 
 
 def correlated(x_MNHWC: Tensor, y_MNHWO: Tensor, geometry: Geometry) -> Tensor:
-    """[M, O, taps…, C]: what each weight of a convolution of x met, times y."""
+    """[M, O, taps…, C]: the gradient by the weight of a convolution of x, y that by its result."""
     members, samples, height, width, channels = x_MNHWC.shape
     *_, out_h, out_w, outputs = y_MNHWO.shape
     y_MPO = y_MNHWO.flatten(1, 3)
@@ -258,7 +261,8 @@ def _readable(x_MNHWC: Tensor) -> Tensor:
 def convolved(x_MNHWC: Tensor, w_MOTC: Tensor, geometry: Geometry, size: tuple[int, int] | None = None) -> Tensor:
     """Members' convolutions with their own weights, channels last; with a size, transposed ones to maps of it.
 
-    The weight is [M, O, taps…, C]; transposed, O are the input's channels. A stride has no dilation.
+    The weight is [M, O, taps…, C]; transposed, O are the input's channels. In each
+    dimension the stride or the dilation must be 1.
     """
     y: Tensor = _Convolved.apply(_readable(x_MNHWC), w_MOTC.contiguous(), geometry, size)  # type: ignore[no-untyped-call]
     return y

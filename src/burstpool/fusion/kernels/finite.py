@@ -14,7 +14,7 @@ def _stop(active, losses, members, BLOCK: tl.constexpr):
     member = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = member < members
     loss = tl.load(losses + member, mask=inside, other=0.0).to(tl.float32)
-    # What is finite is nothing when taken from itself; infinity and NaN are not.
+    # x - x is 0 where x is finite, and NaN for infinity and NaN.
     tl.store(active + member, 0, mask=inside & ~(loss - loss == 0.0))
 
 

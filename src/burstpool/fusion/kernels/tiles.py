@@ -1,7 +1,8 @@
 """How large a part of a product one program of a kernel makes: all of a GPU is to have work, factors to be read seldom.
 
-By what was measured on an H200 for nine shapes of convolutions (docs/LOG.md). Depends on the shapes, the number of
-copies and the whole GPU, not on the part of it that a stream is confined to: a step has the same bits on each.
+By what was measured on an H200 for nine shapes of convolutions (docs/LOG.md). Depends on the shapes, the type of the
+numbers, the number of copies and the whole GPU, not on the part of it that a stream is confined to: a step has the same
+bits on each.
 """
 
 import functools

@@ -1,8 +1,9 @@
 """Convolutions over two dimensions with all members in one kernel of our own (kernels/convolution.py), on a GPU.
 
 Grouped convolutions of libraries are made for few, wide groups; members' own ones, side by side, need branches that a
-step in pieces cannot have. Ignores what the kernel cannot take: groups within a member, a stride with a dilation, and
-factors that may not be rounded; `otherwise` then runs.
+step in pieces cannot have. `suits` says which convolutions the kernel takes: no groups within a member, no stride with
+a dilation, at least 8 channels. What is only known at run time (types, the device, whether factors may be rounded) is
+asked then, and `otherwise` runs where it cannot be.
 
 Shapes: M = members, N = samples, C = channels, O = output channels, T = taps.
 """

@@ -1,4 +1,7 @@
-"""Whether factors of 32 bits may be rounded to TF32: torch has two ways to say so, and refuses to tell by the other."""
+"""Whether factors of 32 bits may be rounded to TF32.
+
+torch has an old and a new setting; asked through the one when the other was set, it raises.
+"""
 
 import torch
 
