@@ -45,11 +45,11 @@ def undominated(group: Integers, first: Floats, *others: Floats) -> Integers:
     would find useless, as each is compared with one rival a column only:
     of those no worse in the first column, the best in that one.
     """
-    kept = _distinct(group, first, *others)
+    kept = np.arange(len(group), dtype=np.intp)
     for leading in range(len(others)):
         columns = [others[leading][kept], *(column[kept] for i, column in enumerate(others) if i != leading)]
         kept = kept[_beaten_by_none(group[kept], first[kept], columns)]
-    return kept
+    return kept[_distinct(group[kept], first[kept], *(column[kept] for column in others))]
 
 
 def _distinct(*columns: Floats | Integers) -> Integers:
