@@ -8,11 +8,12 @@ READY  := $(VENV)/.ready
 # whose workers wait for each other all the time. The longest come first: a worker that has nothing left to do takes
 # tests over from the other, but cannot cut one in two.
 SHARED := $(addprefix tests/,cli run/test_train_cli.py share/test_second_process.py share/test_feeding.py sweeping fusion \
-	model plan schedule report share/test_budget.py share/test_gpu_jitter.py share/test_gpu_loop.py share/test_kept.py \
+	model plan report share/test_budget.py share/test_gpu_jitter.py share/test_gpu_loop.py share/test_kept.py \
 	share/test_pieces.py share/test_prices.py share/test_room.py share/test_undo.py share/test_width.py \
 	cluster/test_catalogue.py cluster/test_cluster_spec.py profiling/test_estimate.py profiling/test_importers.py \
 	profiling/test_profile.py run/test_data_order.py run/test_reshard.py run/test_substitutes.py \
-	test_artifact.py test_data.py test_job.py)
+	test_artifact.py test_data.py test_job.py) \
+	$(filter-out tests/schedule/test_simulate_speed.py,$(wildcard tests/schedule/test_*.py))
 # Kernels for GPUs are tested in Triton's interpreter, which lies apart: nothing else is to see it. It is Linux's.
 INTERPRETER := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton)
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=$(INTERPRETER)

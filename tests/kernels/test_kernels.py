@@ -19,7 +19,6 @@ from burstpool.fusion.step import RecordedStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(
         DEVICE == "cpu" and not kernels.interpreted(), reason="needs a CUDA device, or Triton and TRITON_INTERPRET=1"
     ),

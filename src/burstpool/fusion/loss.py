@@ -51,7 +51,7 @@ def member_losses(function: Callable[..., Any], output: Any, own: Sequence[Any],
             return torch.vmap(one)(*tensors)
     except FusionError:
         raise
-    except Exception:
+    except Exception:  # what vmap cannot do; the user's own mistakes come up again
         rows = zip(*(tensor.unbind(0) for tensor in tensors), strict=True)
         return torch.stack([one(*row) for row in rows]).view(members)
 

@@ -4,8 +4,7 @@
 over rows behind that, `layernorm` layer norm with each member's own weight, `convolution` all members' convolutions,
 `dropout` their masks, `entropy` the loss over many classes, `finite` which members go on. Only these files import
 triton; where it is missing, or the tensors are not on the current CUDA device, `usable` says so and torch's own
-operators do the work.
-Results agree with torch's to rounding; dropout draws masks of its own.
+operators do the work. Results agree with torch's to rounding; dropout draws masks of its own.
 """
 
 import contextlib

@@ -261,8 +261,8 @@ def _readable(x_MNHWC: Tensor) -> Tensor:
 def convolved(x_MNHWC: Tensor, w_MOTC: Tensor, geometry: Geometry, size: tuple[int, int] | None = None) -> Tensor:
     """Members' convolutions with their own weights, channels last; with a size, transposed ones to maps of it.
 
-    The weight is [M, O, taps…, C]; transposed, O are the input's channels. In each
-    dimension the stride or the dilation must be 1.
+    The weight is [M, O, taps…, C]; transposed, O are the input's channels. In each dimension the stride or the dilation
+    must be 1.
     """
     y: Tensor = _Convolved.apply(_readable(x_MNHWC), w_MOTC.contiguous(), geometry, size)  # type: ignore[no-untyped-call]
     return y

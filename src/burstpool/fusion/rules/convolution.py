@@ -2,7 +2,7 @@
 
 Lowerings, none of which wins everywhere (see docs/fusion.md): `grouped` on [N, M·C, …]; the same with channels last
 in memory; a `loop` over members, on a GPU on several `streams`; a `kernel` of our own for all members at once
-(members_at_once.py); and a batched `product` where the convolution is one (products.py). Taps that only ever see
+(convolution_at_once.py); and a batched `product` where the convolution is one (products.py). Taps that only ever see
 padding are left out first (window.py). Members that share their input need no groups at all: one convolution with
 M times the filters.
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from burstpool.fusion.rules.base import Call, Kernel, Lowered, Rule, Run, autocast_dtype, with_members
 from burstpool.fusion.rules.concurrent import side_by_side
+from burstpool.fusion.rules.convolution_at_once import convolution_at_once, suits, transposed_at_once
 from burstpool.fusion.rules.depthwise import depthwise_kernel
 from burstpool.fusion.rules.layout import channels_folded, channels_unfolded, laid_weight
-from burstpool.fusion.rules.members_at_once import convolution_at_once, suits, transposed_at_once
 from burstpool.fusion.rules.products import covering_product, point_product, spreading_product
 from burstpool.fusion.rules.window import Window, window
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from burstpool.fusion.rules import members_at_once
+from burstpool.fusion.rules import convolution_at_once as rule
 from burstpool.fusion.rules.base import Call, bind
-from burstpool.fusion.rules.members_at_once import convolution_at_once, suits, transposed_at_once
+from burstpool.fusion.rules.convolution_at_once import convolution_at_once, suits, transposed_at_once
 from burstpool.fusion.rules.rounding import convolutions_may_round, products_may_round
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def kernels_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members_at_once.kernels, "present", lambda: True)
+    monkeypatch.setattr(rule.kernels, "present", lambda: True)
 
 
 def call(layer: nn.Module, device: str = "cuda", *, own_input: bool = True) -> Call:
@@ -79,7 +79,7 @@ def test_shared_inputs_and_other_devices_are_left_to_others() -> None:
 
 
 def test_without_kernels_it_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members_at_once.kernels, "present", lambda: False)
+    monkeypatch.setattr(rule.kernels, "present", lambda: False)
     assert not suits(call(nn.Conv2d(16, 32, 3)))
 
 
@@ -90,8 +90,8 @@ def test_what_the_kernel_cannot_take_at_run_time_is_done_otherwise(
     kernel = make(lambda run, *arguments: "otherwise")
     x, weight = torch.zeros(2, 4, 16, 5, 5), torch.zeros(2, 16, 16, 3, 3)
     assert kernel(None, x, weight, None) == "otherwise"  # on the CPU
-    monkeypatch.setattr(members_at_once.kernels, "usable", lambda *tensors: True)
-    monkeypatch.setattr(members_at_once, "convolutions_may_round", lambda: False)
+    monkeypatch.setattr(rule.kernels, "usable", lambda *tensors: True)
+    monkeypatch.setattr(rule, "convolutions_may_round", lambda: False)
     assert kernel(None, x, weight, None) == "otherwise"  # 32 bits that may not be rounded
 
 
