@@ -208,7 +208,9 @@ def ours(task: Task, members: int) -> Made:
         inputs, targets = step.batch  # every step uses the same batch, as the other ways' graphs do
         replay: Any = lambda: step(inputs, *targets)  # noqa: E731
         choices = [str(plan.choice) for plan in array.mode.plans() if plan.choice]
-        replay.choice = ", ".join([step.way, *choices, *(f"no {way}: {why}" for way, why in step.left_out.items())])
+        compared = [f"{way} {1e3 * time_s:.3g} ms" for way, time_s in step.times_s.items() if way not in step.left_out]
+        left_out = [f"no {way}: {why}" for way, why in step.left_out.items()]
+        replay.choice = ", ".join([step.way, *choices, *compared, *left_out])
         return replay, members
 
     return ready

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from burstpool.fusion import fuse, kernels
 from burstpool.fusion.optim import make_optimizer
+from burstpool.fusion.padding import whole
 from burstpool.fusion.step import RecordedStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,6 +164,23 @@ def test_cross_entropy_in_one_kernel_is_torchs(classes: int, smoothing: float) -
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_cross_entropys_gradient_lies_in_rows_as_its_logits_do() -> None:
+    from burstpool.fusion.kernels.entropy import cross_entropy
+
+    torch.manual_seed(0)
+    rows = torch.randn(2 * 5, 136, device=DEVICE).requires_grad_()
+    target = torch.randint(0, 130, (10,), device=DEVICE)
+    y = cross_entropy(rows[:, :130], target, -100, 0.0)
+    wanted = F.cross_entropy(rows[:, :130], target, reduction="none")
+    for a, b in zip(*(torch.autograd.grad(out.sum(), rows) for out in (y, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    part = rows.detach()[:, :130].requires_grad_()
+    (g,) = torch.autograd.grad(cross_entropy(part, target, -100, 0.0).sum(), part)
+    found = whole(g.view(2, 5, 130), 136)
+    assert found.data_ptr() == g.data_ptr()
+    assert (found[..., 130:] == 0).all()
+
+
 def test_cross_entropy_takes_masked_logits_and_refuses_no_class_silently() -> None:
     from burstpool.fusion.kernels.entropy import cross_entropy
 
@@ -279,6 +297,28 @@ def test_convolutions_of_all_members_in_one_kernel_are_torchs(
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=scale * rounded)
 
 
+def test_factors_of_32_bits_are_rounded_to_the_nearest_not_cut() -> None:
+    from burstpool.fusion.kernels.convolution import Geometry, convolved
+
+    def nearest(x: Tensor) -> Tensor:
+        return ((x.detach().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32).double()
+
+    torch.manual_seed(0)
+    x = (torch.rand(1, 2, 6, 6, 16, device=DEVICE) + 0.5).requires_grad_()
+    weight = (torch.rand(1, 16, 3, 3, 16, device=DEVICE) + 0.5).requires_grad_()
+    y = convolved(x, weight, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
+    g = torch.rand_like(y) + 0.5
+    exact = [nearest(tensor).requires_grad_() for tensor in (x, weight)]
+    wanted = F.conv2d(exact[0][0].movedim(-1, 1), exact[1][0].movedim(-1, 1), padding=1)
+    theirs = torch.autograd.grad(wanted, exact, nearest(g[0]).movedim(-1, 1))
+    for a, b in zip((y[0].movedim(-1, 1), *torch.autograd.grad(y, [x, weight], g)), (wanted, *theirs), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=0)
+    x.data[0, 0, 0, 0, 0], x.data[0, 1, 0, 0, 0] = float("nan"), float("inf")
+    y = convolved(x, weight, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
+    assert y[0, 0, 0, 0].isnan().all()
+    assert y[0, 1, 0, 0].isinf().all()
+
+
 class Maps(nn.Module):
     """Convolutions that the kernel takes: with a bias, transposed, and one whose outer taps only see padding."""
 
@@ -289,8 +329,8 @@ class Maps(nn.Module):
         self.cropped, self.head = nn.Conv2d(8, 8, 5, padding=2), nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.up(F.relu(self.second(F.relu(self.first(x))))))
-        y: Tensor = self.head(self.cropped(F.relu(self.down(x))).mean((2, 3)))
+        x = F.silu(self.up(F.silu(self.second(F.silu(self.first(x))))))  # smooth: rounding changes no branch
+        y: Tensor = self.head(self.cropped(F.silu(self.down(x))).mean((2, 3)))
         return y
 
 

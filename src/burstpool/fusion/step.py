@@ -79,6 +79,8 @@ class RecordedStep:
         """The way that the step runs: a key of `_ways`."""
         self.left_out: dict[str, str] = {}
         """Ways that could not be tried, and why."""
+        self.times_s: dict[str, float] = {}
+        """What a step took in each way, where they were compared."""
         self._ways: dict[str, Callable[[Any, Sequence[Any]], Tensor]] = {}
         self._right: Seen | None = None
         """The first step as written, which compiled ways are held against."""
@@ -202,7 +204,7 @@ class RecordedStep:
         return [known] if known is not None else ways
 
     def _learnt(self, times_s: dict[str, float]) -> str:
-        choices = self._choices()
+        choices, self.times_s = self._choices(), times_s
         fastest = choices.learn(self._key(), times_s)
         choices.save()
         return fastest

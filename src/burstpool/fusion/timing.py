@@ -21,7 +21,8 @@ from burstpool.model.recording import abandon
 
 NO_MEMORY_S = sys.float_info.max
 _REPEATS = 5
-_REPLAYS = 6
+_REPLAYS, _REPLAYS_S = 6, 0.01
+"""How many, and for how long, at least: what else the machine does for a moment is not to meet them all."""
 _SLOW_S = 0.02
 """Past this a single call tells enough."""
 
@@ -81,6 +82,7 @@ def _side(device: torch.device) -> torch.cuda.Stream:
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Records on the current stream; without the collection of garbage that torch.cuda.graph begins with."""
     torch.cuda.synchronize()
+    _make_room()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
@@ -88,10 +90,20 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         graph.capture_end()
 
 
+def _make_room() -> None:
+    """Gives unused memory back where a recording may need it, which can take nothing from another pool itself.
+
+    What the function takes lies unused after it ran, so that as much is enough.
+    """
+    free, _ = torch.cuda.mem_get_info()
+    if free < torch.cuda.memory_reserved() - torch.cuda.memory_allocated():
+        torch.cuda.empty_cache()
+
+
 def replay_time(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
     """Seconds of a replay, the smallest of a few."""
     times: list[float] = []
-    for _ in range(_REPLAYS):
+    while len(times) < _REPLAYS or sum(times) < _REPLAYS_S:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()

@@ -7,8 +7,8 @@ the input fall into classes that meet different taps; `_scattered` goes through 
 the stride rules out are not tried.
 
 Takes channels innermost, and any strides outside of them: members outermost, or between samples and channels.
-Sums are float32; factors of 32 bits are cut to TF32, so the caller asks whether they may be. How large a part of the
-product a program makes is tiles.py's.
+Sums are float32; factors of 32 bits are rounded to TF32, so the caller asks whether they may be. How large a part of
+the product a program makes is tiles.py's.
 
 Shapes: M = members, N = samples, C = input channels, O = output channels, P = samples times places, T = taps.
 """
@@ -55,6 +55,15 @@ class Geometry:
 
 
 @triton.jit
+def _rounded(x):
+    """Factors of 32 bits to the nearest of TF32's 11 bits: matrix units cut the rest off, which would shrink sums."""
+    if x.dtype == tl.float32:
+        nearest = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, nearest, x)
+    return x
+
+
+@triton.jit
 def _gathered(
     x_ptr, w_ptr, y_ptr, P, C, O, H, W, YH, YW, x_m, x_n, x_h, x_w,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
@@ -81,7 +90,7 @@ def _gathered(
             (rows + h * x_h + w * x_w)[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0
         )
         b = tl.load(weights[None, :] + tap * C + c[:, None], mask=(c < C)[:, None] & (o < O)[None, :], other=0.0)
-        total = tl.dot(x, b, total)
+        total = tl.dot(_rounded(x), _rounded(b), total)
     at = y_ptr + member * P * O + p.to(tl.int64)[:, None] * O + o[None, :]
     tl.store(at, total.to(y_ptr.dtype.element_ty), mask=(p < P)[:, None] & (o < O)[None, :])
 
@@ -132,7 +141,7 @@ def _scattered(
         )
         at = o * w_o + (kh * KW + kw) * w_t
         b = tl.load(weights[None, :] + at[:, None], mask=(o < O)[:, None] & (c < C)[None, :], other=0.0)
-        total = tl.dot(y, b, total)
+        total = tl.dot(_rounded(y), _rounded(b), total)
     at = x_ptr + ((member * N + n) * H * W + h * W + w)[:, None] * C + c[None, :]
     inside = (p < places) & (h < H) & (w < W)
     tl.store(at, total.to(x_ptr.dtype.element_ty), mask=inside[:, None] & (c < C)[None, :])
@@ -169,7 +178,7 @@ def _correlated(
         x = tl.load(at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
         at = y_ptr + member * y_m + p.to(tl.int64) * y_p
         y = tl.load(at[:, None] + o[None, :], mask=(p < end)[:, None] & (o < O)[None, :], other=0.0)
-        total = tl.dot(tl.trans(y), x, total)
+        total = tl.dot(tl.trans(_rounded(y)), _rounded(x), total)
     at = w_ptr + part.to(tl.int64) * w_part + member * O * C * (KH * KW)
     at = at + (o * C * (KH * KW))[:, None] + tap * C + c[None, :]
     tl.store(at, total.to(w_ptr.dtype.element_ty), mask=(o < O)[:, None] & (c < C)[None, :])

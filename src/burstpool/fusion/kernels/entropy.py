@@ -1,9 +1,10 @@
 """Cross-entropy over many classes: one pass over the logits forward, one backward, in their own type.
 
 torch widens narrow logits to float32 and keeps the log-probabilities: ten times the bytes where a vocabulary is large.
-Sums are in float32; the gradient is written in the logits' type, as torch would round it in the end.
+Sums are in float32; the gradient is written in the logits' type, as torch would round it in the end, and in rows of the
+same width (padding.py).
 
-Shapes: R = rows, C = classes.
+Shapes: R = rows, C = classes, W = width of a row in memory.
 """
 # ruff: noqa: N803, N806 -- shape suffixes are capitals
 
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from burstpool.fusion.padding import row_width, with_zeros_behind
 
 _BLOCK = 4096
 
@@ -49,7 +52,7 @@ def _forward(x_ptr, t_ptr, loss_ptr, lse_ptr, C, x_r, ignored, smoothing, BLOCK:
 
 
 @triton.jit
-def _backward(x_ptr, t_ptr, lse_ptr, g_ptr, dx_ptr, C, x_r, ignored, smoothing, BLOCK: tl.constexpr):
+def _backward(x_ptr, t_ptr, lse_ptr, g_ptr, dx_ptr, C, W, x_r, ignored, smoothing, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(t_ptr + row)
     g = tl.where(target != ignored, tl.load(g_ptr + row).to(tl.float32), 0.0)
@@ -57,8 +60,8 @@ def _backward(x_ptr, t_ptr, lse_ptr, g_ptr, dx_ptr, C, x_r, ignored, smoothing, 
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_r + c, mask=c < C, other=float("-inf")).to(tl.float32)
     wanted = tl.where(c == target, 1.0 - smoothing, 0.0) + smoothing / C
-    dx = g * (tl.exp(x - lse) - wanted)
-    tl.store(dx_ptr + row * C + c, dx.to(dx_ptr.dtype.element_ty), mask=c < C)
+    dx = tl.where(c < C, g * (tl.exp(x - lse) - wanted), 0.0)
+    tl.store(dx_ptr + row * W + c, dx.to(dx_ptr.dtype.element_ty), mask=c < W)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -78,14 +81,14 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x_RC, target_R, lse = ctx.saved_tensors
-        rows, classes = x_RC.shape
-        dx = torch.empty(rows, classes, dtype=x_RC.dtype, device=x_RC.device)
+        (rows, classes), width = x_RC.shape, row_width(x_RC)
+        dx = torch.empty(rows, width, dtype=x_RC.dtype, device=x_RC.device)
         block = _block(classes)
         if rows:
-            grid = (rows, triton.cdiv(classes, block))
+            grid = (rows, triton.cdiv(width, block))
             g = grads[0].contiguous()
-            _backward[grid](x_RC, target_R, lse, g, dx, classes, x_RC.stride(0), *ctx.numbers, BLOCK=block)
-        return dx, None, None, None
+            _backward[grid](x_RC, target_R, lse, g, dx, classes, width, x_RC.stride(0), *ctx.numbers, BLOCK=block)
+        return with_zeros_behind(dx, classes), None, None, None
 
 
 def _block(classes: int) -> int:

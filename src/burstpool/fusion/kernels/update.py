@@ -31,6 +31,7 @@ def _sgd(
     mask,
     step,
     size,
+    grad_row,
     row,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -46,7 +47,7 @@ def _sgd(
     inside = place < size
     at = member.to(tl.int64) * size + place
     p = tl.load(param + at, mask=inside)
-    g = tl.load(grad + at, mask=inside).to(tl.float32)
+    g = tl.load(grad + member.to(tl.int64) * grad_row + place, mask=inside).to(tl.float32)
     if MAXIMIZE:
         g = -g
     if DECAYS:
@@ -81,6 +82,7 @@ def _adam(
     shrink,
     mask,
     size,
+    grad_row,
     row,
     AMSGRAD: tl.constexpr,
     DECAYS: tl.constexpr,
@@ -96,7 +98,7 @@ def _adam(
     at = member.to(tl.int64) * size + place
     slot = member.to(tl.int64) * row + place
     p = tl.load(param + at, mask=inside)
-    g = tl.load(grad + at, mask=inside).to(tl.float32)
+    g = tl.load(grad + member.to(tl.int64) * grad_row + place, mask=inside).to(tl.float32)
     if MAXIMIZE:
         g = -g
     if DECAYS:
@@ -135,7 +137,8 @@ def _sgd_step(bucket: Bucket, mask_M: Tensor) -> Callable[[Tensor, Tensor, int],
         members, size = param.shape
         slot, row = (lr, 0) if buffer is None else (buffer[:, offset:], buffer.stride(0))
         grid = (triton.cdiv(size, _BLOCK), members)
-        _sgd[grid](param, grad, slot, lr, *columns, mask_M, bucket.step_M, size, row, **options, BLOCK=_BLOCK)
+        rows = grad.stride(0), row
+        _sgd[grid](param, grad, slot, lr, *columns, mask_M, bucket.step_M, size, *rows, **options, BLOCK=_BLOCK)
 
     return run
 
@@ -164,7 +167,8 @@ def _adam_step(bucket: Bucket, mask_M: Tensor) -> Callable[[Tensor, Tensor, int]
         members, size = param.shape
         slots = [slot[:, offset:] for slot in (mean, square, largest)]
         grid = (triton.cdiv(size, _BLOCK), members)
-        _adam[grid](param, grad, *slots, *columns, mask_M, size, mean.stride(0), **options, BLOCK=_BLOCK)
+        rows = grad.stride(0), mean.stride(0)
+        _adam[grid](param, grad, *slots, *columns, mask_M, size, *rows, **options, BLOCK=_BLOCK)
 
     return run
 
@@ -190,6 +194,7 @@ def apply(
         parameter = parameters[key]
         assert parameter.grad is not None
         values = parameter.detach().view(members, -1)
-        # A gradient may lie in memory as it likes, with gaps between members even where it can be viewed so.
-        run(values, parameter.grad.reshape(members, -1).contiguous(), offset)
+        # A gradient may lie in memory as it likes; gaps between members do not matter.
+        gradient = parameter.grad.reshape(members, -1)
+        run(values, gradient if gradient.stride(1) == 1 else gradient.contiguous(), offset)
         offset += values.shape[1]

@@ -1,6 +1,6 @@
 """Losses: computed for all members' samples at once, then reduced for each member on its own.
 
-Shapes: M = members, N = samples, C = classes, … = further dimensions.
+Shapes: M = members, N = samples, R = samples of all members, C = classes, … = further dimensions.
 """
 # ruff: noqa: N803, N806 -- shape suffixes are capitals
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from burstpool.fusion import kernels
+from burstpool.fusion.padding import row_width, with_zeros_behind
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, caller, expander
 
 aten = torch.ops.aten
@@ -42,7 +44,36 @@ def _each(x_RC: Tensor, target_R: Tensor, ignore_index: int, smoothing: float) -
         from burstpool.fusion.kernels.entropy import cross_entropy as in_one
 
         return in_one(x_RC, target_R, ignore_index, smoothing)
+    if kernels.plain() and x_RC.dim() == 2 and row_width(x_RC) > x_RC.shape[1]:
+        each: Tensor = _InPaddedRows.apply(x_RC, target_R, ignore_index, smoothing)  # type: ignore[no-untyped-call]
+        return each
     return F.cross_entropy(x_RC, target_R, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none")
+
+
+class _InPaddedRows(torch.autograd.Function):
+    """Cross-entropy of logits in padded rows, whose gradient is written into such rows too; in torch's operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RC: Tensor, target_R: Tensor, ignored: int, smoothing: float) -> Tensor:
+        log_RC, counts_R = torch.log_softmax(x_RC.float(), 1), target_R != ignored
+        ctx.save_for_backward(log_RC, target_R, counts_R)
+        ctx.smoothing, ctx.width, ctx.dtype = smoothing, row_width(x_RC), x_RC.dtype
+        mine_R1 = torch.where(counts_R, target_R, 0).unsqueeze(1)
+        loss_R = -(1 - smoothing) * log_RC.gather(1, mine_R1).squeeze(1)
+        if smoothing > 0:
+            loss_R = loss_R - smoothing * log_RC.mean(1)
+        return torch.where(counts_R, loss_R, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        log_RC, target_R, counts_R = ctx.saved_tensors
+        classes = log_RC.shape[1]
+        is_mine_RC = torch.arange(classes, device=log_RC.device) == target_R.unsqueeze(1)
+        wanted_RC = torch.where(is_mine_RC, 1 - ctx.smoothing + ctx.smoothing / classes, ctx.smoothing / classes)
+        g_R1 = torch.where(counts_R, grads[0], 0.0).unsqueeze(1)
+        dx_RC = (g_R1 * (log_RC.exp() - wanted_RC)).to(ctx.dtype)
+        return with_zeros_behind(F.pad(dx_RC, (0, ctx.width - classes)), classes), None, None, None
 
 
 def _cross_entropy(call: Call) -> Lowered | None:

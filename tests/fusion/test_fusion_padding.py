@@ -1,0 +1,136 @@
+"""Products whose rows are padded for a GPU's matrix units: the same numbers, and gradients that are not copied."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from burstpool.fusion import fuse, kernels, padding
+from burstpool.fusion.rules import losses, matmul
+from burstpool.fusion.rules.base import Run
+from burstpool.fusion.streams import Streams
+
+MEMBERS, SAMPLES, TOKENS, INPUTS, OUTPUTS = 2, 3, 4, 5, 13
+
+
+@pytest.fixture
+def _padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pads here as on a GPU."""
+    monkeypatch.setattr(matmul, "_missing", lambda outputs, like: -outputs % padding.ALIGNED)
+
+
+def run() -> Run:
+    return Run(members=MEMBERS, streams=Streams([], torch.device("cpu")))
+
+
+def operands() -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (MEMBERS, SAMPLES, TOKENS, INPUTS), (MEMBERS, OUTPUTS, INPUTS), (MEMBERS, OUTPUTS)
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def logits_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.matmul(x, weight.unsqueeze(1).transpose(2, 3)) + bias[:, None, None]
+
+
+@pytest.mark.usefixtures("_padded")
+def test_a_padded_product_is_the_plain_one() -> None:
+    given = operands()
+    y = matmul._linear_batched(run(), *given)
+    wanted = logits_of(*given)
+    assert y.stride(-2) == 16
+    torch.testing.assert_close(y, wanted, rtol=1e-13, atol=1e-13)
+    g = torch.randn_like(wanted)
+    for mine, theirs in zip(torch.autograd.grad(y, given, g), torch.autograd.grad(wanted, given, g), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.usefixtures("_padded")
+def test_a_users_code_may_write_to_a_padded_result() -> None:
+    given = operands()
+    y = matmul._linear_batched(run(), *given).mul_(2).masked_fill_(torch.zeros(OUTPUTS, dtype=torch.bool), 1.0)
+    wanted = logits_of(*given) * 2
+    for mine, theirs in zip(
+        torch.autograd.grad(y.square().sum(), given), torch.autograd.grad(wanted.square().sum(), given), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_padded")
+@pytest.mark.parametrize(("ignored", "smoothing"), [(-100, 0.0), (3, 0.0), (3, 0.1)])
+def test_a_loss_over_padded_rows_is_torchs_and_its_gradient_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch, ignored: int, smoothing: float
+) -> None:
+    taken: list[Tensor] = []
+
+    def spied(g: Tensor, width: int) -> Tensor:
+        taken.append(whole := padding.whole(g, width))
+        assert whole.data_ptr() == g.data_ptr()
+        return whole
+
+    monkeypatch.setattr(matmul, "whole", spied)
+    given = operands()
+    target = torch.randint(OUTPUTS, (MEMBERS, SAMPLES * TOKENS))
+    target[0, :2] = 3
+    with kernels.plain_operators():
+        x = matmul._linear_batched(run(), *given).flatten(1, 2)
+        mine = losses.cross_entropy(x.flatten(0, 1).unsqueeze(0), target.flatten(), ignored, smoothing, losses.SUM)
+        gradients = torch.autograd.grad(mine, given)
+    theirs = F.cross_entropy(
+        logits_of(*given).flatten(0, 2), target.flatten(), ignore_index=ignored, label_smoothing=smoothing,
+        reduction="sum",
+    )  # fmt: skip
+    torch.testing.assert_close(mine.double().sum(), theirs, rtol=1e-5, atol=1e-5)  # logits are read as float32
+    for a, b in zip(gradients, torch.autograd.grad(theirs, given), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert len(taken) == 1
+    assert (taken[0][..., OUTPUTS:] == 0).all()
+
+
+def test_what_lies_behind_a_gradient_is_not_believed_to_be_zero() -> None:
+    rows = torch.full((6, 16), 7.0)
+    strangers = rows[:, :13].view(2, 3, 13)
+    found = padding.whole(strangers, 16)
+    assert (found[..., 13:] == 0).all()
+    assert torch.equal(found[..., :13], strangers)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda g: g.view(3, 2, 13).transpose(0, 1),  # rows in another order
+        lambda g: g[3:].view(1, 3, 13),  # some of the rows
+        lambda g: g.clone().view(2, 3, 13),
+    ],
+)
+def test_a_gradient_that_lies_otherwise_is_copied(other: Any) -> None:
+    zeros_behind = F.pad(torch.rand(6, 13), (0, 3))
+    g = other(padding.with_zeros_behind(zeros_behind, 13))
+    found = padding.whole(g, 16)
+    assert found.data_ptr() != g.data_ptr()
+    assert torch.equal(found, F.pad(g, (0, 3)))
+
+
+def test_only_small_gaps_are_padding() -> None:
+    assert padding.row_width(torch.rand(4, 16)[:, :13]) == 16
+    assert padding.row_width(torch.rand(4, 64)[:, :13]) == 13
+    assert padding.row_width(torch.rand(13, 4).t()) == 13
+    assert padding.row_width(torch.rand(4, 13)) == 13
+
+
+@pytest.mark.usefixtures("_padded")
+def test_arrays_with_padded_layers_have_the_losses_and_gradients_of_models_alone() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(INPUTS, 7), nn.ReLU(), nn.Linear(7, OUTPUTS)).double() for _ in range(3)]
+    x, y = torch.randn(6, INPUTS, dtype=torch.float64), torch.randint(OUTPUTS, (6,))
+    array = fuse(models, x)
+    mine = array.losses(x, F.cross_entropy, y)
+    mine.sum().backward()
+    alone = torch.stack([F.cross_entropy(model(x), y) for model in models])
+    alone.sum().backward()
+    torch.testing.assert_close(mine, alone, rtol=1e-12, atol=1e-12)
+    for key, parameter in array.state.parameters.items():
+        wanted = torch.stack([model.get_parameter(key).grad for model in models])
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-12)
