@@ -156,7 +156,7 @@ def test_cross_entropy_in_one_kernel_is_torchs(classes: int, smoothing: float) -
     x = (torch.randn(19, classes, device=DEVICE) * 3).requires_grad_()
     target = torch.randint(0, classes, (19,), device=DEVICE)
     target[3] = -100
-    y = cross_entropy(x, target, -100, smoothing)
+    y = cross_entropy(x, target, None, -100, smoothing)
     wanted = F.cross_entropy(x, target, label_smoothing=smoothing, reduction="none")
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
     gradient = torch.randn(19, device=DEVICE)
@@ -170,15 +170,67 @@ def test_cross_entropys_gradient_lies_in_rows_as_its_logits_do() -> None:
     torch.manual_seed(0)
     rows = torch.randn(2 * 5, 136, device=DEVICE).requires_grad_()
     target = torch.randint(0, 130, (10,), device=DEVICE)
-    y = cross_entropy(rows[:, :130], target, -100, 0.0)
+    y = cross_entropy(rows[:, :130], target, None, -100, 0.0)
     wanted = F.cross_entropy(rows[:, :130], target, reduction="none")
     for a, b in zip(*(torch.autograd.grad(out.sum(), rows) for out in (y, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     part = rows.detach()[:, :130].requires_grad_()
-    (g,) = torch.autograd.grad(cross_entropy(part, target, -100, 0.0).sum(), part)
+    (g,) = torch.autograd.grad(cross_entropy(part, target, None, -100, 0.0).sum(), part)
     found = whole(g.view(2, 5, 130), 136)
     assert found.data_ptr() == g.data_ptr()
     assert (found[..., 130:] == 0).all()
+
+
+def test_cross_entropys_gradient_is_scaled_where_rows_weigh_something_else() -> None:
+    from burstpool.fusion.kernels.entropy import cross_entropy
+
+    torch.manual_seed(0)
+    x = torch.randn(6, 200, device=DEVICE).requires_grad_()
+    target = torch.tensor([0, 199, 3, -100, 5, 6], device=DEVICE)
+    expected = torch.tensor([0.2, 0.2, 0.2, torch.inf, 0.5, 0.5], device=DEVICE)
+    g = torch.tensor([0.2, 0.4, -1.0, 7.0, 0.5, 0.0], device=DEVICE)
+    y = cross_entropy(x, target, expected, -100, 0.0)
+    (wanted,) = torch.autograd.grad(F.cross_entropy(x, target, reduction="none"), x, g)
+    for _ in range(2):  # the second time is reckoned anew, also where the first was written to
+        (mine,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-6)
+        mine.zero_()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("written_to", [False, True])
+def test_a_compiler_gets_the_loss_over_many_classes_as_one_operator(
+    monkeypatch: pytest.MonkeyPatch, biased: bool, written_to: bool
+) -> None:
+    monkeypatch.setattr("burstpool.fusion.rules.losses._OPAQUE_CLASSES", 100)
+    monkeypatch.setattr("burstpool.fusion.rules.matmul._missing", lambda outputs, like: -outputs % 16)
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, device=DEVICE) for shape in ((2, 6, 8), (2, 130, 8), (2, 130))]
+    target = torch.randint(130, (6,), device=DEVICE)
+    target[1] = -100
+
+    def losses(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        run = Run(members=2, streams=Streams([], torch.device(DEVICE)))
+        y = linear_batched(run, x, weight, bias if biased else None)
+        return member_cross_entropy(y.mul_(3) if written_to else y, target, -100, 0.0, MEAN)
+
+    def gradients(*given: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in given]
+        with torch.enable_grad():
+            found = losses(*leaves)
+            return [found.detach(), *torch.autograd.grad(found.sum(), leaves[: 2 + biased])]
+
+    with kernels.plain_operators():
+        graph = make_fx(gradients)(*tensors)
+    assert sum("burstpool.cross_entropy" in str(node.target) for node in graph.graph.nodes) == 1
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    y = exact[0] @ exact[1].transpose(1, 2) + (exact[2].unsqueeze(1) if biased else 0)
+    wanted = torch.stack([F.cross_entropy(one * (3 if written_to else 1), target) for one in y])
+    theirs = [wanted, *torch.autograd.grad(wanted.sum(), exact[: 2 + biased])]
+    compiled = torch.compile(graph, backend="inductor" if QUICK else "aot_eager")
+    for mine in (graph(*tensors), compiled(*tensors)):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
 
 
 def test_cross_entropy_takes_masked_logits_and_refuses_no_class_silently() -> None:
@@ -189,12 +241,12 @@ def test_cross_entropy_takes_masked_logits_and_refuses_no_class_silently() -> No
     x[:, 7:50] = -torch.inf
     target = torch.tensor([0, 199, 3, -100], device=DEVICE)
     leaf = x.requires_grad_()
-    y = cross_entropy(leaf, target, -100, 0.0)
+    y = cross_entropy(leaf, target, None, -100, 0.0)
     wanted = F.cross_entropy(leaf, target, reduction="none")
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
     (mine,), (theirs,) = (torch.autograd.grad(out.sum(), leaf) for out in (y, wanted))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-    beyond = cross_entropy(x.detach(), torch.tensor([200, -1, 3, 1 << 40], device=DEVICE), -100, 0.0)
+    beyond = cross_entropy(x.detach(), torch.tensor([200, -1, 3, 1 << 40], device=DEVICE), None, -100, 0.0)
     assert beyond.isnan().tolist() == [True, True, False, True]
 
 

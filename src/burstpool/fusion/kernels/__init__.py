@@ -25,7 +25,10 @@ _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 @contextlib.contextmanager
 def plain_operators() -> Iterator[None]:
-    """Inside, torch's own operators do all work: for a compiler, which cannot join what it cannot see into."""
+    """Inside, torch's own operators do the work: for a compiler, which cannot join what it cannot see into.
+
+    But for a loss over many classes, where that is worth more.
+    """
     before = _PLAIN.set(True)
     try:
         yield
@@ -56,9 +59,12 @@ def run_on(device: torch.device) -> bool:
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels can take these tensors."""
-    if plain():
-        return False
+    """Whether the kernels are to take these tensors."""
+    return not plain() and could_take(*tensors)
+
+
+def could_take(*tensors: torch.Tensor) -> bool:
+    """Whether they can, also for a compiler, as operators that it cannot see into."""
     return present() and all((interpreted() or _is_here(t)) and t.dtype in NARROW for t in tensors)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from burstpool.fusion import kernels
 from burstpool.fusion.memory import KeptMemory
-from burstpool.fusion.padding import ALIGNED, padded_outputs, whole
+from burstpool.fusion.padding import ALIGNED, made_of, padded_outputs, whole
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, autocast_dtype, padded, with_members
 from burstpool.fusion.rules.rounding import products_may_round
 
@@ -70,13 +70,11 @@ class _BatchedLinear(torch.autograd.Function):
         ctx.memory = memory
         w_MIO = w_MOI.transpose(1, 2)
         if b_MO is None:
-            y_MPO = torch.bmm(x_MPI, w_MIO)
-        elif kernels.plain():  # a compiler adds the bias where it reads the result
-            y_MPO = torch.bmm(x_MPI, w_MIO) + b_MO.unsqueeze(1)
-        else:
-            y_MPO = torch.baddbmm(b_MO.unsqueeze(1), x_MPI, w_MIO)
-        # No view of a tensor that nobody else has: the user's code may write to it.
-        return y_MPO if y_MPO.shape[-1] == outputs else y_MPO[..., :outputs].detach()
+            return _first(torch.bmm(x_MPI, w_MIO), outputs)
+        if kernels.plain():  # a compiler adds the bias where it reads the result
+            product_MPO = torch.bmm(x_MPI, w_MIO)
+            return made_of(_first(product_MPO + b_MO.unsqueeze(1), outputs), product_MPO, b_MO)
+        return _first(torch.baddbmm(b_MO.unsqueeze(1), x_MPI, w_MIO), outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -98,6 +96,11 @@ class _BatchedLinear(torch.autograd.Function):
         if memory is None or torch.is_grad_enabled():  # no gradient of what was written into given memory
             return torch.bmm(g_MOP, x_MPI)
         return torch.bmm(g_MOP, x_MPI, out=memory.empty(w_MOI.shape, w_MOI.dtype))
+
+
+def _first(y_MPO: Tensor, outputs: int) -> Tensor:
+    """Without padding; no view, as nobody else has the whole, and the user's code may write to it."""
+    return y_MPO if y_MPO.shape[-1] == outputs else y_MPO[..., :outputs].detach()
 
 
 def _along_the_sum(g_MPO: Tensor, x_MPI: Tensor) -> tuple[Tensor, Tensor]:
