@@ -129,14 +129,14 @@ def _movable(chain: _Chain | None, steps: Sequence[Step]) -> _Chain | None:
 def _may_move(chain: _Chain, steps: Sequence[Step]) -> bool:
     own = {step.node for step in chain.steps}
     places = [place for place, step in enumerate(steps) if step.node in own]
-    statistics = _memory(chain.norm.arguments[3:5])
-    reads = _memory([*chain.norm.arguments, chain.residual, chain.bias])
+    statistics = memory_of(chain.norm.arguments[3:5])
+    reads = memory_of([*chain.norm.arguments, chain.residual, chain.bias])
     between = [step for step in steps[places[0] : places[-1]] if step.node not in own]
     written = (written_argument(step.node) for step in between)
-    return not any(statistics & _memory(step.arguments) for step in between) and not reads & _memory(list(written))
+    return not any(statistics & memory_of(step.arguments) for step in between) and not reads & memory_of(list(written))
 
 
-def _memory(arguments: Sequence[Any]) -> set[fx.Node]:
+def memory_of(arguments: Sequence[Any]) -> set[fx.Node]:
     """Which nodes made the memory that arguments lie in."""
     return {[*memory_chain(node)][-1] for node in nodes_in(arguments)}
 

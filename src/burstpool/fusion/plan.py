@@ -95,11 +95,13 @@ class Plan:
         return self._run(run, *values)
 
     def merge(self) -> None:
-        """Joins chains of operators that one kernel can do."""
+        """Joins chains of operators that one kernel can do, and parts products over concatenations."""
+        from burstpool.fusion.concatenation import without_concatenations
         from burstpool.fusion.merge import merged
 
-        outputs = nodes_in(self.graph.output_node().args[0])
-        self.steps = merged(self.steps, outputs, self._anchored | self._promoted, self.batched)
+        outputs, fixed = nodes_in(self.graph.output_node().args[0]), self._anchored | self._promoted
+        steps = merged(self.steps, outputs, fixed, self.batched)
+        self.steps = without_concatenations(steps, outputs, fixed, self.batched)
         self._run = None
 
     def recompile(self) -> None:

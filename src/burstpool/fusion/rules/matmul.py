@@ -29,22 +29,24 @@ def _linear(call: Call) -> Lowered | None:
     if call["bias"] is not None and not bias:
         return None
     if not x:
-        return Lowered(kernel=_linear_shared, why="one wide product: members share the input")
+        return Lowered(kernel=linear_shared, why="one wide product: members share the input")
     if call.rank("input") < 1:
         return None
-    return Lowered(kernel=_linear_batched, why="one batched product")
+    return Lowered(kernel=linear_batched, why="one batched product")
 
 
-def _linear_shared(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
+def linear_shared(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
+    """[M, …, O] of an input […, I] that members share."""
     if w_MOI.device.type == "cpu" and w_MOI.numel() >= _MANY_WEIGHTS:
         x = x.to(autocast_dtype(x))
-        return _linear_batched(run, x.expand(run.members, *x.shape), w_MOI, b_MO)
+        return linear_batched(run, x.expand(run.members, *x.shape), w_MOI, b_MO)
     bias = None if b_MO is None else b_MO.flatten()
     y = torch.nn.functional.linear(x, w_MOI.flatten(0, 1), bias)
     return y.view(*y.shape[:-1], run.members, -1).movedim(-2, 0)
 
 
-def _linear_batched(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
+def linear_batched(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
+    """[M, …, O] of members' own inputs [M, …, I]."""
     x_MPI = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
     dtype = autocast_dtype(x)
     outputs, weight, bias = w_MOI.shape[1], w_MOI.to(dtype), None if b_MO is None else b_MO.to(dtype)

@@ -19,21 +19,35 @@ from burstpool.fusion.rules.window import Window
 
 
 class _PointProduct(torch.autograd.Function):
-    """x [M, P, C] times w [M, O, C], and the gradients, each in the layout of what it belongs to."""
+    """x [M, P, C] times w [M, O, C], and the gradients, each in the layout of what it belongs to.
+
+    Sums may begin with what all points of a sample have in common, [M, N, O].
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_MPC: Tensor, w_MOC: Tensor) -> Tensor:
+    def forward(ctx: Any, x_MPC: Tensor, w_MOC: Tensor, start_MNO: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_MPC, w_MOC)
-        return _into(_like(x_MPC, w_MOC.shape[1]), x_MPC, w_MOC.transpose(1, 2))
+        ctx.samples = 0 if start_MNO is None else start_MNO.shape[1]
+        y_MPO, w_MCO = _like(x_MPC, w_MOC.shape[1]), w_MOC.transpose(1, 2)
+        if start_MNO is None:
+            return _into(y_MPO, x_MPC, w_MCO)
+        _by_sample(y_MPO, ctx.samples).copy_(start_MNO.unsqueeze(2))
+        return y_MPO.baddbmm_(x_MPC, w_MCO)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x_MPC, w_MOC = ctx.saved_tensors
         g_MPO = grads[0] if 1 in (grads[0].stride(1), grads[0].stride(2)) else grads[0].contiguous()
-        wants_x, wants_w = ctx.needs_input_grad
+        wants_x, wants_w, wants_start = ctx.needs_input_grad
         gx = _into(_like(x_MPC, x_MPC.shape[2]), g_MPO, w_MOC) if wants_x else None
-        return gx, torch.bmm(g_MPO.transpose(1, 2), x_MPC) if wants_w else None
+        gw = torch.bmm(g_MPO.transpose(1, 2), x_MPC) if wants_w else None
+        return gx, gw, _by_sample(g_MPO, ctx.samples).sum(2) if wants_start else None
+
+
+def _by_sample(y_MPO: Tensor, samples: int) -> Tensor:
+    """[M, P, O] → [M, N, P / N, O], a view."""
+    return y_MPO.view(len(y_MPO), samples, -1, y_MPO.shape[2])
 
 
 def _like(x_MPC: Tensor, width: int) -> Tensor:
@@ -54,9 +68,11 @@ _ALIGNED = 8
 
 
 def point_product(window: Window, batched: bool) -> Kernel:
-    """A kernel of one point, with any stride."""
+    """A kernel of one point, with any stride. `start_MNO` is added to all points of a sample."""
 
-    def kernel(run: Run, x: Tensor, w_MOC: Tensor, b_MO: Tensor | None, *rest: Any) -> Tensor:
+    def kernel(
+        run: Run, x: Tensor, w_MOC: Tensor, b_MO: Tensor | None, *rest: Any, start_MNO: Tensor | None = None
+    ) -> Tensor:
         first = 3 if batched else 2
         for place, (stride, out) in enumerate(zip(window.stride, window.out, strict=True)):
             if stride > 1 or x.shape[first + place] != out:
@@ -68,15 +84,20 @@ def point_product(window: Window, batched: bool) -> Kernel:
         if channels % _ALIGNED and dtype.itemsize == 2 and x.is_cuda:
             missing = -channels % _ALIGNED
             rows, w_MOC = torch.nn.functional.pad(rows, (0, missing)), torch.nn.functional.pad(w_MOC, (0, missing))
+        if start_MNO is not None:
+            start_MNO = start_MNO.expand(-1, samples, -1)
         y_MPO: Tensor
         if batched and kernels.plain():  # a compiler chooses layouts itself; it cannot take in writing to a given one
             y_MPO = torch.bmm(rows, w_MOC.transpose(1, 2))
         elif batched:
-            y_MPO = _PointProduct.apply(rows, w_MOC)  # type: ignore[no-untyped-call]
+            y_MPO = _PointProduct.apply(rows, w_MOC, start_MNO)  # type: ignore[no-untyped-call]
+            start_MNO = None
         else:
             y_MPO = (rows @ w_MOC.flatten(0, 1).t()).view(len(rows), run.members, -1).transpose(0, 1)
         if b_MO is not None:
             y_MPO = y_MPO + b_MO.unsqueeze(1).to(dtype)
+        if start_MNO is not None:
+            y_MPO = (_by_sample(y_MPO, samples) + start_MNO.unsqueeze(2)).flatten(1, 2)
         return y_MPO.view(run.members, samples, *space, -1).movedim(-1, 2)
 
     return kernel
