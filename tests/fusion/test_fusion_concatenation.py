@@ -4,6 +4,7 @@ Plans are only merged on CUDA otherwise; here it is asked for, and what runs is 
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 from fusion_alone import built, weighted_sum
 from torch import Tensor, nn
 
-from burstpool.fusion import FusedArray, fuse, kernels
+from burstpool.fusion import FusedArray, fuse, kernels, lowering
 from burstpool.fusion.plan import Plan
+from burstpool.fusion.rules import Run
+from burstpool.fusion.rules.products import point_product
+from burstpool.fusion.rules.window import Window
+from burstpool.fusion.streams import Streams
 from burstpool.job import load_job
 from burstpool.model import zoo
 
@@ -129,7 +134,8 @@ def something_else_written(m: Joined, a: Tensor, b: Tensor, x: Tensor) -> Tensor
 MERGED = [
     *[(kind, first, 2, {}) for kind in SPACE],
     *[(kind, last, 2, {}) for kind in ("conv1d", "conv2d", "linear")],
-    *[(kind, join, 3, {}) for kind in ("conv1d", "conv2d", "linear") for join in (both_sides, two_spread)],
+    *[(kind, both_sides, 3, {}) for kind in ("conv1d", "conv2d", "linear")],
+    *[(kind, two_spread, 3, {}) for kind in ("conv1d", "linear")],
     *[(kind, join, 2, {}) for kind in ("conv2d", "linear") for join in (shared_local, shared_spread)],
     *[(kind, shared_and_own, 4, {}) for kind in ("conv1d", "linear")],
     *[("conv1d", join, 2, {}) for join in (repeated, tiled, expanded_as, broadcast, one_sample, all_shared)],
@@ -199,6 +205,14 @@ def view_written(m: Joined, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     return m.layer(joined).sum() + a.sum()
 
 
+def written_behind(m: Joined, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    """The layer's gradient needs what it has read."""
+    a = a * 2.0
+    y = m.layer(m.cat(a, m.everywhere(b)))
+    a.add_(1.0)
+    return y.sum() + a.sum()
+
+
 def source_written(m: Joined, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     b = b * 2.0
     wide = b.repeat(1, 1, *m.points)
@@ -212,6 +226,10 @@ def spread_written(m: Joined, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     return m.layer(m.cat(a, wide))
 
 
+def samples_repeated(m: Joined, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    return m.layer(m.cat(torch.cat((a, a * 2.0)), b.repeat(2, 1, *m.points))).view(-1, 2, 6, *m.points)
+
+
 def norm_between(m: Joined, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     """The norm moves its statistics after they were joined."""
     statistics = m.norm.running_mean.view(1, -1, 1).expand(a.shape[0], -1, *m.points)
@@ -221,8 +239,9 @@ def norm_between(m: Joined, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
 
 LEFT = [
     *[("conv1d", join, 2, {}) for join in (joined_read_twice, joined_returned, only_spread, over_channels)],
+    ("conv1d", samples_repeated, 2, {}),
     *[("conv1d", join, 2, {}) for join in (local_written, view_written, source_written, spread_written, norm_between)],
-    ("linear", joined_returned, 2, {}),
+    *[("linear", join, 2, {}) for join in (joined_returned, written_behind)],
     ("conv1d", along_points, 1, {}),
     ("conv2d", over_one_dimension, 2, {}),
     ("conv1d", first, 2, {"kernel_size": 3, "padding": 1}),
@@ -271,6 +290,43 @@ def test_under_autocast_the_result_has_the_layers_type(kind: str) -> None:
     torch.testing.assert_close(found.float(), apart.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("order", ["members, points, channels", "points, members, channels", "channels, points"])
+def test_a_product_that_begins_with_something_lies_in_memory_as_its_input(order: str) -> None:
+    x = torch.randn(4, 5, MEMBERS, LOCAL, dtype=torch.float64).permute(2, 0, 3, 1)
+    if order != "points, members, channels":
+        x = x.movedim(2, -1).contiguous().movedim(-1, 2) if "members" in order else x.contiguous()
+    w, start = (torch.randn(*shape, dtype=torch.float64) for shape in ((MEMBERS, 6, LOCAL, 1), (MEMBERS, 4, 6)))
+    window = Window((0,), (1,), (0,), (1,), (1,), (5,), whole=True)
+    given = [tensor.requires_grad_() for tensor in (x, w, start)]
+    y = point_product(window, True)(Run(MEMBERS, Streams([], torch.device("cpu"))), x, w, None, start_MNO=start)
+    expected = torch.einsum("mncp,moc->mnop", x, w[..., 0]) + start.unsqueeze(-1)
+    torch.testing.assert_close(y, expected, **EXACT)
+    assert y.stride(2) == 1
+    assert (y.stride(0) < y.stride(3)) == (order == "points, members, channels")
+    weights = torch.randn_like(y)
+    for mine, theirs in zip(*(torch.autograd.grad((z * weights).sum(), given) for z in (y, expected)), strict=True):
+        torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["conv1d", "linear"])
+def test_both_ways_are_measured(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Merging(lowering._Tuner):
+        def tune(self, *arguments: Any, **options: Any) -> None:
+            merge(self.plan)
+            super().tune(*arguments, **options)
+
+    monkeypatch.setenv("BURSTPOOL_CACHE", str(tmp_path))
+    monkeypatch.setattr(lowering, "_Tuner", Merging)
+    array, measured = (made(kind, first, 2, {}, mode=mode) for mode in ("rules", "measured"))
+    x = input_of(kind)
+    torch.testing.assert_close(results(measured, x), results(array, x), **EXACT)
+    (one,) = [step for plan in measured.mode.plans() for step in parted(plan)]
+    times_s = lowering.Choices(torch.device("cpu")).times_s
+    assert [set(ways) for key, ways in times_s.items() if key.startswith(str(one.node.target) + " [[[")] == [
+        {"", "apart"}
+    ]
+
+
 def test_explain_says_what_was_parted() -> None:
     array = made("conv1d", first, 2, {})
     merge(plan_of(array))
@@ -311,9 +367,10 @@ def made(
     options: dict[str, Any],
     *,
     dtype: torch.dtype = torch.float64,
+    mode: Any = "rules",
 ) -> FusedArray:
     models = [model.to(dtype) for model in built(lambda seed: Joined(kind, join, parts, options), MEMBERS)]
-    return fuse(models, input_of(kind).detach().to(dtype))
+    return fuse(models, input_of(kind).detach().to(dtype), mode=mode)
 
 
 def input_of(kind: str, *, per_member: bool = False) -> Tensor:

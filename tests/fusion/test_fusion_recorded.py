@@ -115,7 +115,7 @@ def test_a_second_derivative_that_would_be_wrong_is_refused() -> None:
     from burstpool.fusion.rules.products import _PointProduct
 
     x, w = torch.randn(2, 5, 3, requires_grad=True), torch.randn(2, 4, 3, requires_grad=True)
-    y = _PointProduct.apply(x, w).square().sum()
+    y = _PointProduct.apply(x, w, None).square().sum()
     (gradient,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

@@ -4,8 +4,8 @@ W·cat(a, expand(b)) = W_a·a + expand(W_b·b): the concatenation is never writt
 sample. PointNet's segmentation so joins 64 channels of each point with 1,024 of the whole cloud.
 
 Takes a plan's steps, returns them with the concatenation and the convolution of one point, or linear layer, behind it
-as one step at the place of the latter. Only where nobody else reads the concatenation and nothing in between changes
-what it reads. What is the same at all points is known by its operator: `expand`, `repeat` and the like, of one point.
+as one step at the place of the latter. Only where nobody else reads the concatenation and nothing changes later what
+it reads. What is the same at all points is known by its operator: `expand`, `repeat` and the like, of one point.
 
 Shapes: M = members, N = samples, C = channels, O = output channels. Points are all dimensions but samples and channels.
 """
@@ -31,6 +31,7 @@ aten = torch.ops.aten
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _JOINS = (aten.cat.default, aten.concat.default)
+_NORMS = (aten.batch_norm.default, aten.instance_norm.default)
 _SPREADS = (
     aten.expand.default,
     aten.expand_as.default,
@@ -80,11 +81,12 @@ def without_concatenations(
 ) -> list[Step]:
     """The steps, products over such concatenations as one; `fixed` nodes stay as they are."""
     by_node = {step.node: step for step in steps if step.node not in fixed}
+    statistics = _statistics(steps)
     replaced: dict[fx.Node, Step | None] = {}
     spread: set[fx.Node] = set()
     for step in by_node.values():
         product = _product(step, by_node, batched)
-        if product is not None and product.join.node not in outputs and _is_unchanged(product, steps):
+        if product is not None and _is_unchanged(product, steps, statistics):
             replaced.update({product.join.node: None, step.node: _as_one(product)})
             spread.update(part.spread.node for part in product.parts if part.spread is not None)
     found = [replaced.get(step.node, step) for step in steps]
@@ -98,7 +100,7 @@ def _product(step: Step, by_node: Mapping[fx.Node, Step], batched: Mapping[fx.No
     if not (is_linear or step.node.target in _CONVOLUTIONS) or step.lowered.way != "rule":
         return None
     x, weight = step.arguments[:2]
-    join = by_node.get(x)
+    join = by_node.get(x)  # the graph's output is among the users of what it returns
     if join is None or join.node.target not in _JOINS or list(x.users) != [step.node] or not batched[weight]:
         return None
     rank, (tensors, dim) = x.meta["val"].dim(), join.arguments
@@ -146,21 +148,26 @@ def _is_of_one_point(source: Tensor, spread: Tensor, channels: int) -> bool:
     return one_point and (source.shape[0] == 1 or source.shape[0] == spread.shape[0])
 
 
-def _is_unchanged(product: _Product, steps: Sequence[Step]) -> bool:
-    """Whether the parts hold the same where the layer runs as where they were joined, or spread."""
-    spread = {part.spread.node for part in product.parts if part.spread is not None}
+def _is_unchanged(product: _Product, steps: Sequence[Step], statistics: set[fx.Node]) -> bool:
+    """Whether nothing writes into the parts after they were joined, or spread.
+
+    Also not behind the layer: its gradient needs what it read, of which the concatenation was a copy.
+    """
     places = {step.node: place for place, step in enumerate(steps)}
     for part in product.parts:
         first = product.join.node if part.spread is None else part.spread.node
         memory = memory_of([part.source] if part.spread is None else [part.source, first])
-        # Batch norm writes into its statistics without a word in its schema: who reads a model's state may change it.
-        state = {node for node in memory if node.op == "placeholder"}
-        for step in steps[places[first] + 1 : places[product.layer.node]]:
-            if step.node is product.join.node or step.node in spread:
-                continue
-            if memory & memory_of([written_argument(step.node)]) or state & memory_of(step.arguments):
-                return False
+        written = (written_argument(step.node) for step in steps[places[first] + 1 :])
+        if memory & (statistics | memory_of(list(written))):
+            return False
     return True
+
+
+def _statistics(steps: Sequence[Step]) -> set[fx.Node]:
+    """The memory of norms' running statistics, into which they write without a word in their schema."""
+    graphs = {step.node.graph for step in steps}
+    norms = (node for graph in graphs for node in graph.nodes if node.target in _NORMS)
+    return {root for norm in norms for root in memory_of(norm.args[3:5])}
 
 
 def _as_one(product: _Product) -> Step:
