@@ -23,7 +23,7 @@ from burstpool.fusion.compiled import (
 )
 from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.dropout import scaled_mask
-from burstpool.fusion.rules.matmul import _BatchedLinear, _linear_batched
+from burstpool.fusion.rules.matmul import _BatchedLinear, linear_batched
 from burstpool.fusion.serial import draws
 from burstpool.fusion.step import WRITTEN, RecordedStep
 from burstpool.fusion.streams import Streams
@@ -304,7 +304,7 @@ def test_a_padded_linear_layer_has_torchs_gradients_to_the_second_order(monkeypa
     run = Run(members=2, streams=Streams([], torch.device("cpu")))
     shapes = (2, 3, 2, 4), (2, 5, 4), (2, 5)
     x, w, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    layer = functools.partial(_linear_batched, run)
+    layer = functools.partial(linear_batched, run)
     assert torch.autograd.gradcheck(layer, (x, w, b))
     assert torch.autograd.gradgradcheck(layer, (x, w, b))
     assert torch.autograd.gradgradcheck(lambda x, w: layer(x, w, None), (x, w))
