@@ -164,11 +164,11 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        *_, target_R, weight_R = ctx.saved_tensors
+        x_RW, bias_MC, target_R, weight_R = ctx.saved_tensors
         classes, _, ignored, _ = ctx.numbers
         dx, ctx.gradient = ctx.gradient, None
         if dx is None:  # a second time; the first has gone its way, and may be another's by now
-            _, dx = _run(*ctx.saved_tensors, True, *ctx.numbers)
+            _, dx = _run(x_RW, bias_MC, target_R, weight_R, True, *ctx.numbers)
         (_opaque_scaled if kernels.plain() else _scaled)(dx, target_R, weight_R, grads[0].contiguous(), ignored)
         return with_zeros_behind(dx, classes), None, None, None, None, None
 
