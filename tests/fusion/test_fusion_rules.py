@@ -522,3 +522,14 @@ def test_a_depthwise_kernel_of_a_gpu_gives_each_member_its_own(
             torch.testing.assert_close(b.grad[i], layer.bias.grad)
         if batched:
             torch.testing.assert_close(x.grad[i], alone.grad)
+
+
+def test_a_sum_over_rows_in_parts_is_the_whole_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burstpool.fusion.rules import products
+
+    torch.manual_seed(0)
+    g, x = torch.randn(3, 20, 5), torch.randn(3, 20, 7)
+    wanted = torch.bmm(g.transpose(1, 2), x)
+    torch.testing.assert_close(products._summed(g, x), wanted, rtol=0, atol=0)
+    monkeypatch.setattr(products, "_parts", lambda g, x: 4)
+    torch.testing.assert_close(products._summed(g, x), wanted, rtol=1e-5, atol=1e-5)

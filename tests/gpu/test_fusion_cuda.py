@@ -185,3 +185,58 @@ def test_the_fastest_way_may_be_to_run_members_side_by_side(monkeypatch: pytest.
         losses.append(torch.stack([step(x, y).clone() for _ in range(4)]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(losses[2], losses[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_sums_are_cut_into_parts_that_add_up(dtype: torch.dtype) -> None:
+    from burstpool.fusion.rules import products
+
+    torch.manual_seed(0)
+    g, x = (torch.randn(4, 40_000, channels, device="cuda", dtype=dtype) for channels in (50, 64))
+    assert products._parts(g, x) > 1
+    assert products._parts(g.transpose(0, 1).contiguous().transpose(0, 1), x) == 1  # members between rows
+    wanted = torch.bmm(g.double().transpose(1, 2), x.double())
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(products._summed(g, x).double(), wanted, rtol=0, atol=scale * 0.01)
+
+
+class Segmenter(nn.Module):
+    """Each point's features with those of its cloud; without biases that the norm takes away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points, self.cloud, self.norm = nn.Conv1d(3, 16, 1), nn.Linear(16, 40, bias=False), nn.BatchNorm1d(24)
+        self.both, self.head = nn.Conv1d(56, 24, 1, bias=False), nn.Conv1d(24, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(self.points(x))
+        everywhere = self.cloud(x.mean(2)).unsqueeze(2).expand(-1, -1, x.shape[2])
+        y: torch.Tensor = self.head(F.silu(self.norm(self.both(torch.cat((x, everywhere), 1)))))
+        return y
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_product_over_a_concatenation_is_the_same_in_parts(own: bool, autocast: bool) -> None:
+    torch.manual_seed(0)
+    models = [Segmenter().cuda() for _ in range(3)]
+    x, y = torch.randn(3, 6, 3, 33, device="cuda"), torch.randint(0, 5, (6, 33), device="cuda")
+    x = x if own else x[0]
+    found = []
+    for way in ("", "apart"):
+        array = fuse(copy.deepcopy(models), x[0] if own else x, mode="measured")
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            array(x, per_member=own)
+            steps = [s for plan in array.mode.plans() for s in plan.steps if "concatenat" in s.lowered.why]
+            assert len(steps) == 1
+            for plan in array.mode.plans():
+                for step in plan.steps:
+                    if step in steps:
+                        step.choose(way)
+                plan.recompile()
+            losses = array.losses(x, lambda out: F.cross_entropy(out, y), per_member=own)
+        losses.sum().backward()
+        found.append([losses.detach(), *(p.grad for p in array.parameters())])
+    for mine, theirs in zip(*found, strict=True):
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=scale * (0.05 if autocast else 0.005) + 1e-6)

@@ -41,7 +41,7 @@ class _PointProduct(torch.autograd.Function):
         g_MPO = grads[0] if 1 in (grads[0].stride(1), grads[0].stride(2)) else grads[0].contiguous()
         wants_x, wants_w, wants_start = ctx.needs_input_grad
         gx = _into(_like(x_MPC, x_MPC.shape[2]), g_MPO, w_MOC) if wants_x else None
-        gw = torch.bmm(g_MPO.transpose(1, 2), x_MPC) if wants_w else None
+        gw = _summed(g_MPO, x_MPC) if wants_w else None
         return gx, gw, _by_sample(g_MPO, ctx.samples).sum(2) if wants_start else None
 
 
@@ -63,6 +63,38 @@ def _into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b, out=out)
 
 
+def _summed(g_MPO: Tensor, x_MPC: Tensor) -> Tensor:
+    """[M, O, C]: g times x, summed over rows; in parts where else few products of long sums leave a GPU idle."""
+    parts = _parts(g_MPO, x_MPC)
+    if parts == 1:
+        return torch.bmm(g_MPO.transpose(1, 2), x_MPC)
+    members, rows, outputs = g_MPO.shape
+    g_SPO, x_SPC = (t.view(members * parts, rows // parts, -1) for t in (g_MPO, x_MPC))
+    exact: Any = {} if x_MPC.dtype is torch.float32 else {"out_dtype": torch.float32}
+    each_SOC: Tensor = torch.bmm(g_SPO.transpose(1, 2), x_SPC, **exact)
+    return each_SOC.view(members, parts, outputs, -1).sum(1).to(x_MPC.dtype)
+
+
+def _parts(g_MPO: Tensor, x_MPC: Tensor) -> int:
+    """Into how many parts the sum over rows is cut; they must be of one length, and members lie one after another."""
+    members, rows, outputs = g_MPO.shape
+    apart = any(t.stride(0) != rows * t.stride(1) for t in (g_MPO, x_MPC))
+    if not x_MPC.is_cuda or apart or x_MPC.dtype.itemsize > 4:
+        return 1
+    products = members * -(-outputs // _TILE) * -(-x_MPC.shape[2] // _TILE)
+    wanted = int(_BUSY[x_MPC.dtype.itemsize] * torch.cuda.get_device_properties(x_MPC.device).multi_processor_count)
+    most = min(wanted // products, rows // _LEAST_ROWS)
+    return next((parts for parts in range(most, 1, -1) if rows % parts == 0), 1)
+
+
+_TILE, _LEAST_ROWS = 128, 1024
+"""Side of the part of a product that a multiprocessor makes; rows below which a sum is not cut."""
+_BUSY = {2: 0.5, 4: 2.0}
+"""By the bytes of a number: such parts a multiprocessor, beyond which cutting sums did not help.
+
+Eight members, 80,000 rows, on an H200, in 32 bits: 64 by 64 channels 0.10 instead of 0.82 ms, 256 by 128 0.26 instead
+of 0.83, 128 by 1,024 0.83 instead of 1.17; in 16 bits 0.06 instead of 0.13, 0.16 instead of 0.21, the last not cut.
+"""
 _ALIGNED = 8
 """Channels of a 16-bit product come in multiples of this, or the GPU's matrix units go unused."""
 
