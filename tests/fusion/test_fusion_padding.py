@@ -85,6 +85,7 @@ def test_a_gradient_that_lies_otherwise_is_copied(other: Any) -> None:
 def test_only_small_gaps_are_padding() -> None:
     assert padding.row_width(torch.rand(4, 16)[:, :13]) == 16
     assert padding.row_width(torch.rand(4, 64)[:, :13]) == 13
+    assert padding.row_width(torch.rand(4, 15)[:, :13]) == 13
     assert padding.row_width(torch.rand(4 * 16 - 3).as_strided((4, 13), (16, 1))) == 13  # the last row ends before
     assert padding.row_width(torch.rand(13, 4).t()) == 13
     assert padding.row_width(torch.rand(4, 13)) == 13

@@ -44,7 +44,7 @@ def padded_outputs(x_MO: Tensor, missing: int) -> Tensor:
 def row_width(x_RC: Tensor) -> int:
     """How far apart rows lie where they are padded; their own length where not."""
     (rows, size), apart = x_RC.shape, x_RC.stride(0)
-    if x_RC.stride(1) != 1 or not 0 < apart - size < ALIGNED:
+    if x_RC.stride(1) != 1 or apart % ALIGNED or not 0 < apart - size < ALIGNED:
         return size
     end = (x_RC.storage_offset() + rows * apart) * x_RC.element_size()
     return apart if end <= x_RC.untyped_storage().nbytes() else size

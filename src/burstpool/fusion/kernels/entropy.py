@@ -23,62 +23,95 @@ from torch.autograd.function import once_differentiable
 from burstpool.fusion import kernels
 from burstpool.fusion.padding import Logits, row_width, with_zeros_behind
 
-_BLOCK = 8192
+_BLOCK, _VECTOR, _STAGES = 1024, 4, 4
+"""Logits that a program takes at a time, those of one thread, and how many such turns are under way.
+
+The fastest of twelve settings for two vocabularies in 32 and 16 bits on an H200, or within 3% of it.
+"""
 _ROUNDING = 2.0**-21
 """Weights that differ by no more are one, rounded otherwise."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST = tl.constexpr(-3e38)
 
 
 @triton.jit
-def _logits(x_ptr, b_ptr, c, C, W, BIASED: tl.constexpr, POLICY: tl.constexpr):
-    """A row's logits at `c`; padding is read, as whole vectors are faster, and does not count."""
+def _logits(x_ptr, b_ptr, c, C, W, BIASED: tl.constexpr, WHOLE: tl.constexpr, POLICY: tl.constexpr):
+    """A row's logits at `c`, as powers of two; padding is read, as whole vectors are faster, and does not count."""
+    if WHOLE:
+        x = tl.load(x_ptr + c, eviction_policy=POLICY).to(tl.float32)
+        if BIASED:
+            x += tl.load(b_ptr + c).to(tl.float32)
+        return x * _LOG2_E
     x = tl.load(x_ptr + c, mask=c < W, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if BIASED:
         x += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    return tl.where(c < C, x, float("-inf"))
+    return tl.where(c < C, x * _LOG2_E, float("-inf"))
+
+
+@triton.jit
+def _added_up(x, largest, total):
+    """Sums of powers of two, each lane relative to the largest of its own."""
+    larger = tl.maximum(largest, tl.max(x, 1))
+    return larger, total * tl.exp2(largest - larger) + tl.sum(tl.exp2(x - larger[:, None]), 1)
+
+
+@triton.jit
+def _gradient(x, c, C, target, lse, weight, smoothing, SMOOTHED: tl.constexpr):
+    dx = tl.exp2(x - lse) - tl.where(c == target, 1.0 - smoothing, 0.0)
+    if SMOOTHED:
+        dx -= smoothing / C
+    return weight * dx
 
 
 @triton.jit
 def _entropy(
-    x_ptr, b_ptr, t_ptr, weight_ptr, loss_ptr, dx_ptr, C, x_w, x_r, dx_r, b_m, each, ignored, smoothing,
-    BIASED: tl.constexpr, SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, b_ptr, t_ptr, weight_ptr, loss_ptr, dx_ptr, C, whole, x_w, x_r, dx_r, b_m, each, ignored, smoothing,
+    BIASED: tl.constexpr, SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Up to `whole` in turns that need no masks, the rest in one."""
+    LANES: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_r
     b_ptr += row // each * b_m
     target = tl.load(t_ptr + row)
-    block = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    plain = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, C, BLOCK):
-        x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, "evict_last")
-        larger = tl.maximum(largest, x)
-        # A column of the block that has seen nothing but padding keeps minus infinity; its share is zero.
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp(largest - shift) + tl.exp(x - shift)
-        largest = larger
+    block = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    rest = whole + block
+    largest = tl.full([LANES], _LEAST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    plain = tl.zeros([LANES], tl.float32)
+    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, True, "evict_last")
+        largest, total = _added_up(x, largest, total)
         if SMOOTHED:
-            plain += tl.where(start + block < C, x, 0.0)
+            plain += tl.sum(x, 1)
+    x = _logits(x_ptr, b_ptr, rest, C, x_w, BIASED, False, "evict_last")
+    largest, total = _added_up(x, largest, total)
+    if SMOOTHED:
+        plain += tl.sum(tl.where(rest < C, x, 0.0), 1)
     top = tl.max(largest, 0)
-    lse = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    lse = top + tl.log2(tl.sum(total * tl.exp2(largest - top), 0))
     known = (target >= 0) & (target < C)
-    place = tl.where(known, target, 0)
+    place = tl.where(known, target, 0).to(tl.int32)
     mine = tl.load(x_ptr + place).to(tl.float32)
     if BIASED:
         mine += tl.load(b_ptr + place).to(tl.float32)
-    loss = (1.0 - smoothing) * (lse - mine)
+    loss = (1.0 - smoothing) * (lse / _LOG2_E - mine)
     if SMOOTHED:  # not else, as 0 times infinity, of a logit of minus infinity, is no number
-        loss += smoothing * (lse - tl.sum(plain, 0) / C)
+        loss += smoothing * (lse - tl.sum(plain, 0) / C) / _LOG2_E
     counts = target != ignored
     tl.store(loss_ptr + row, tl.where(counts, tl.where(known, loss, float("nan")), 0.0))
     if GRADIENT:
+        dx_ptr += row * dx_r
         weight = tl.where(counts, tl.load(weight_ptr + row), 0.0)
-        for start in range(0, dx_r, BLOCK):
-            c = start + block
-            x = _logits(x_ptr, b_ptr, c, C, x_w, BIASED, "evict_first")
-            wanted = tl.where(c == target, 1.0 - smoothing, 0.0) + smoothing / C
-            dx = tl.where(c < C, weight * (tl.exp(x - lse) - wanted), 0.0)
-            tl.store(dx_ptr + row * dx_r + c, dx.to(dx_ptr.dtype.element_ty), mask=c < dx_r)
+        for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+            x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, True, "evict_first")
+            dx = _gradient(x, start + block, C, place, lse, weight, smoothing, SMOOTHED)
+            tl.store(dx_ptr + start + block, dx.to(dx_ptr.dtype.element_ty))
+        x = _logits(x_ptr, b_ptr, rest, C, x_w, BIASED, False, "evict_first")
+        dx = _gradient(x, rest, C, place, lse, weight, smoothing, SMOOTHED)
+        dx = tl.where(rest < C, dx, 0.0)
+        tl.store(dx_ptr + rest, dx.to(dx_ptr.dtype.element_ty), mask=rest < dx_r)
 
 
 @triton.jit
@@ -119,9 +152,9 @@ def _run(
         block = _block(classes)
         _entropy[(rows,)](
             x_RW, x_RW if bias_MC is None else bias_MC, target_R, weight_R, loss, dx, classes,
-            max(row_width(x_RW), classes), x_RW.stride(0), width, b_m, each, ignored, smoothing,
-            BIASED=bias_MC is not None, SMOOTHED=smoothing > 0, GRADIENT=gradient, BLOCK=block,
-            num_warps=max(block // 512, 4),
+            classes // block * block, max(row_width(x_RW), classes), x_RW.stride(0), width, b_m, each, ignored,
+            smoothing, BIASED=bias_MC is not None, SMOOTHED=smoothing > 0, GRADIENT=gradient, BLOCK=block,
+            VECTOR=_VECTOR, STAGES=_STAGES,
         )  # fmt: skip
     return loss, dx
 
