@@ -293,7 +293,7 @@ def test_masks_from_seeds_have_the_members_own_chances_and_depend_on_the_seed_al
 
 def test_a_batched_linear_layer_has_torchs_gradients_to_the_second_order() -> None:
     x, w, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 4), (2, 5, 4), (2, 5)))
-    layer = lambda x, w, b: _BatchedLinear.apply(x, w, b, 5)  # noqa: E731
+    layer = lambda x, w, b: _BatchedLinear.apply(x, w, b, (2, 3, 5))  # noqa: E731
     assert torch.autograd.gradcheck(layer, (x, w, b))
     assert torch.autograd.gradgradcheck(layer, (x, w, b))
     torch.testing.assert_close(layer(x, w, b)[1], F.linear(x[1], w[1], b[1]))

@@ -50,8 +50,9 @@ def test_a_padded_product_is_the_plain_one() -> None:
 @pytest.mark.usefixtures("_padded")
 def test_a_users_code_may_write_to_a_padded_result() -> None:
     given = operands()
-    y = matmul.linear_batched(run(), *given).mul_(2).masked_fill_(torch.zeros(OUTPUTS, dtype=torch.bool), 1.0)
-    wanted = logits_of(*given) * 2
+    y = matmul.linear_batched(run(), *given).mul_(2).masked_fill_(torch.arange(OUTPUTS) == 4, 1.0)
+    wanted = (logits_of(*given) * 2).masked_fill(torch.arange(OUTPUTS) == 4, 1.0)
+    torch.testing.assert_close(y, wanted, rtol=1e-13, atol=1e-13)
     for mine, theirs in zip(
         torch.autograd.grad(y.square().sum(), given), torch.autograd.grad(wanted.square().sum(), given), strict=True
     ):
@@ -89,6 +90,20 @@ def test_only_small_gaps_are_padding() -> None:
     assert padding.row_width(torch.rand(4 * 16 - 3).as_strided((4, 13), (16, 1))) == 13  # the last row ends before
     assert padding.row_width(torch.rand(13, 4).t()) == 13
     assert padding.row_width(torch.rand(4, 13)) == 13
+
+
+@pytest.mark.parametrize("sides", [(5, 40), (40, 5), (30, 40), (5, 6)])
+def test_factors_laid_along_the_sum_have_the_same_product(
+    monkeypatch: pytest.MonkeyPatch, sides: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(matmul, "_rounds", lambda like: True)
+    monkeypatch.setattr(matmul, "_WORTH_A_COPY", 16)
+    torch.manual_seed(0)
+    g, x = (torch.randn(2, 8, side) for side in sides)
+    laid = matmul._along_the_sum(g, x)
+    assert [t.stride(1) == 1 for t in laid] == [max(sides) == 40 and side == 5 for side in sides]
+    for a, b in zip(laid, (g, x), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.usefixtures("_padded")

@@ -213,8 +213,8 @@ def test_a_compiler_gets_the_loss_over_many_classes_as_one_operator(
     monkeypatch.setattr("burstpool.fusion.rules.matmul._missing", lambda outputs, like: -outputs % 16)
     torch.manual_seed(0)
     tensors = [torch.randn(shape, device=DEVICE) for shape in ((2, 6, 8), (2, 130, 8), (2, 130))]
-    target = torch.randint(130, (6,), device=DEVICE)
-    target[1] = -100
+    target = torch.randint(130, (2, 6) if written_to else (6,), device=DEVICE)  # each member's own, or shared
+    target[..., 1] = -100
 
     def losses(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         run = Run(members=2, streams=Streams([], torch.device(DEVICE)))
@@ -232,14 +232,53 @@ def test_a_compiler_gets_the_loss_over_many_classes_as_one_operator(
     assert sum("burstpool.cross_entropy" in str(node.target) for node in graph.graph.nodes) == 1
     exact = [tensor.double().requires_grad_() for tensor in tensors]
     y = exact[0] @ exact[1].transpose(1, 2) + (exact[2].unsqueeze(1) if biased else 0)
-    wanted = torch.stack([F.cross_entropy(one * (3 if written_to else 1), target) for one in y])
+    own = target.expand(2, 6)
+    wanted = torch.stack([F.cross_entropy(one * (3 if written_to else 1), t) for one, t in zip(y, own, strict=True)])
     theirs = [wanted, *torch.autograd.grad(wanted.sum(), exact[: 2 + biased])]
-    ways = [graph]
-    if not written_to:  # torch's compilers fail at writing to a part of longer rows
-        ways.append(torch.compile(graph, backend="inductor" if QUICK else "aot_eager"))
-    for mine in (way(*tensors) for way in ways):
+    compiled = torch.compile(graph, backend="inductor" if QUICK else "aot_eager")
+    for mine in (graph(*tensors), compiled(*tensors)):
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_scaled_loss_saves_the_small_gradients_of_half_precision() -> None:
+    from burstpool.fusion.kernels.entropy import cross_entropy
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 3000, device=DEVICE).half().requires_grad_()
+    target, tokens, scale = torch.randint(0, 3000, (4,), device=DEVICE), 8192, 2.0**16
+    y = cross_entropy(x, target, torch.full((4,), 1 / tokens, device=DEVICE), -100, 0.0)
+    (mine,) = torch.autograd.grad(y, x, torch.full_like(y, scale / tokens))
+    exact = x.detach().float().requires_grad_()
+    (wanted,) = torch.autograd.grad(F.cross_entropy(exact, target, reduction="sum") * scale / tokens, exact)
+    assert wanted.min() != 0
+    assert (wanted / scale).half().eq(0).float().mean() > 0.5, "unscaled they would be gone"
+    torch.testing.assert_close(mine.float(), wanted, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e38, 1e4])
+def test_rows_of_extreme_logits_are_torchs(fill: float) -> None:
+    from burstpool.fusion.kernels.entropy import cross_entropy
+
+    x = torch.full((3, 200), fill, device=DEVICE)
+    x[1, :100] = torch.randn(100, device=DEVICE)
+    x.requires_grad_()
+    target = torch.tensor([5, 7, -100], device=DEVICE)
+    y, wanted = cross_entropy(x, target, None, -100, 0.0), F.cross_entropy(x, target, reduction="none")
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    for a, b in zip(*(torch.autograd.grad(loss.sum(), x) for loss in (y, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_bias_may_lie_in_memory_as_it_likes() -> None:
+    from burstpool.fusion.kernels.entropy import _run
+
+    torch.manual_seed(0)
+    x, target, weight = torch.randn(6, 200, device=DEVICE), torch.arange(6, device=DEVICE), torch.ones(6, device=DEVICE)
+    for bias in (torch.randn(2, 400, device=DEVICE)[:, ::2], torch.randn(2, 1, device=DEVICE).expand(2, 200)):
+        loss, _ = _run(x, bias, target, weight, False, 200, 200, -100, 0.0)
+        wanted = F.cross_entropy(x + bias.repeat_interleave(3, 0), target, reduction="none")
+        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_cross_entropy_takes_masked_logits_and_refuses_no_class_silently() -> None:

@@ -5,11 +5,12 @@ each parameter's gradient in `.grad` and return the losses [M]: other ways to do
 does, to be compared with it.
 
 What is compiled is first run once and written down operator by operator, backward pass included, in torch's plain
-operators: the compiler joins them itself, and would see nothing of kernels of our own. For all members at once, masks
-of dropout are made from each member's seed by arithmetic that the compiler can join, and depend on the member's stream
-alone; on the CPU, where masks are those of training alone, what draws random numbers is refused. For each shape of the
-inputs, and each value that is no tensor, it is written down anew; the loss's code does not run again after that, so
-that a tensor which it takes from its surroundings stays the one it was (surroundings.py).
+operators: the compiler joins them itself, and would see nothing of kernels of our own; but for a loss over many
+classes, which is an operator of ours. For all members at once, masks of dropout are made from each member's seed by
+arithmetic that the compiler can join, and depend on the member's stream alone; on the CPU, where masks are those of
+training alone, what draws random numbers is refused. For each shape of the inputs, and each value that is no tensor, it
+is written down anew; the loss's code does not run again after that, so that a tensor which it takes from its
+surroundings stays the one it was (surroundings.py).
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -3,12 +3,37 @@
 `torch.autograd.grad`, or a compiled function, may give two parameters one tensor, or parts of one, or a number expanded
 to a parameter's shape. Clipping, unscaling and `zero_grad` write into gradients in place, so what shares memory is
 copied. Gradients are not added to what was there; how they lie in memory is left as it is, gaps included.
+
+Also `first_derivative_only`, for functions with a backward pass of their own that cannot be differentiated again.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes of a backward pass one whose results raise when they are differentiated, where autograd keeps a graph.
+
+    torch's `once_differentiable` does so only where what comes from above has a gradient itself: of the sum of such a
+    function, a gradient penalty would be a constant without a word.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        results = found if isinstance(found, tuple) else (found,)
+        raising = torch._C._functions.DelayedError(b"this function of an array has no second derivative", len(results))
+        marked: Any = [None if result is None else result.detach().requires_grad_() for result in results]
+        return raising(*marked)
+
+    return once
 
 
 def differentiate(total: Tensor, parameters: Iterable[nn.Parameter]) -> None:

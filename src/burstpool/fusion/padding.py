@@ -6,7 +6,8 @@ that is written into such rows from the start needs no copy: who writes it says 
 product's backward pass takes the whole. For a compiler a layer's bias is added apart, and who reads the sum may add it
 itself: the sum remembers what it was made of.
 
-Shapes: M = members, P = all dimensions before the last, I = inputs, O = outputs, R = rows, C = what a row holds.
+Shapes: M = members, P = all dimensions before the last, I = inputs, O = outputs, R = rows, C = what a row holds,
+W = its width with padding.
 """
 # ruff: noqa: N803, N806, N815 -- shape suffixes are capitals
 
@@ -63,16 +64,16 @@ class Logits(NamedTuple):
         if base is None or not hasattr(base, _MADE_OF):
             return Logits(x_RC.detach(), None)
         x_MPW, bias_MC, version = getattr(base, _MADE_OF)
-        as_left = base._version == version and x_RC.shape == (x_MPW.shape[0] * x_MPW.shape[1], base.shape[2])
+        as_left = base._version == version and x_RC.shape == (x_MPW.shape[0] * x_MPW.shape[1], base.shape[-1])
         if not as_left or x_RC.storage_offset() != base.storage_offset() or x_RC.stride() != (x_MPW.shape[2], 1):
             return Logits(x_RC.detach(), None)
         return Logits(x_MPW.flatten(0, 1), bias_MC)
 
 
-def made_of(y_MPO: Tensor, x_MPW: Tensor, bias_MC: Tensor) -> Tensor:
+def made_of(y: Tensor, x_MPW: Tensor, bias_MC: Tensor) -> Tensor:
     """The sum y, which remembers its parts."""
-    setattr(y_MPO, _MADE_OF, (x_MPW, bias_MC, y_MPO._version))
-    return y_MPO
+    setattr(y, _MADE_OF, (x_MPW, bias_MC, y._version))
+    return y
 
 
 def with_zeros_behind(whole_RW: Tensor, size: int) -> Tensor:

@@ -21,8 +21,8 @@ from burstpool.model.recording import abandon
 
 NO_MEMORY_S = sys.float_info.max
 _REPEATS = 5
-_REPLAYS, _REPLAYS_S = 6, 0.01
-"""How many, and for how long, at least: what else the machine does for a moment is not to meet them all."""
+_REPLAYS, _REPLAYS_S, _MOST_REPLAYS = 6, 0.01, 200
+"""At least so many and so long, as what else the machine does for a moment is not to meet them all; at most so many."""
 _SLOW_S = 0.02
 """Past this a single call tells enough."""
 
@@ -103,7 +103,7 @@ def _make_room() -> None:
 def replay_time(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
     """Seconds of a replay, the smallest of a few."""
     times: list[float] = []
-    while len(times) < _REPLAYS or sum(times) < _REPLAYS_S:
+    while len(times) < _REPLAYS or (sum(times) < _REPLAYS_S and len(times) < _MOST_REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()

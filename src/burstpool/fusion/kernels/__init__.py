@@ -37,7 +37,7 @@ def plain_operators() -> Iterator[None]:
 
 
 def plain() -> bool:
-    """Whether torch's own operators are to do all work."""
+    """Whether torch's own operators are to do the work."""
     return _PLAIN.get()
 
 

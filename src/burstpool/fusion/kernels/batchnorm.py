@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from burstpool.fusion.gradients import first_derivative_only
 
 ACTIVATIONS = {"": 0, "relu": 1, "hardswish": 2, "leaky_relu": 3, "silu": 4}
 """What may follow; the code is the kernels'."""
@@ -357,7 +358,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, y, mean, rstd, weight, bias = ctx.saved_tensors
         M, P, C = x.shape

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from burstpool.fusion.gradients import first_derivative_only
 from burstpool.fusion.kernels.tiles import OPTIONS, parts_of, square_tile, tile_of
 
 _IN_32_BITS = 1 << 31
@@ -248,7 +248,7 @@ class _Convolved(torch.autograd.Function):
         return gathered(x, w, geometry, geometry.out(x.shape[2:4])) if size is None else scattered(x, w, geometry, size)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, w = ctx.saved_tensors
         g, geometry, places = _readable(grads[0]), ctx.geometry, x.shape[2:4]

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from burstpool.fusion.gradients import first_derivative_only
 
 _BLOCK = 2048
 
@@ -49,7 +50,7 @@ class _Dropout(torch.autograd.Function):
         return _run(x, seeds_M, chances_M)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return _run(grads[0], *ctx.saved_tensors), None, None
 

@@ -1,12 +1,13 @@
 """Cross-entropy over many classes: the loss and its gradient in one go over the logits, in their own type.
 
 torch widens narrow logits to float32 and keeps the log-probabilities: ten times the bytes where a vocabulary is large.
-Here a row is read twice, the second time out of the GPU's cache, and its gradient is written with the weight that the
-row is expected to have in the whole loss. Where `backward` then brings another, the gradient is scaled. A layer's bias
-may be left to be added where logits are read. Sums are in float32; the gradient is rounded to the logits' type, as
-torch would in the end, and lies in rows of the same width (padding.py).
+Here a row is read twice and its gradient written once, with the weight that the row is expected to have in the whole
+loss. Where `backward` then brings another, as with a scaled loss, the gradient is scaled in one more pass; but for
+float16, whose small numbers would be gone by then, `backward` reckons it anew. A layer's bias may be left to be added
+where logits are read. Sums are in float32; the gradient has the logits' type and lies in rows of the same width
+(padding.py).
 
-A compiler sees one operator for each (`torch.ops.burstpool`), and into neither.
+A compiler sees two operators, `torch.ops.burstpool.cross_entropy` and `scale_rows`, and into neither.
 
 Shapes: R = rows, C = classes, W = width of a row in memory, M = members.
 """
@@ -18,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from burstpool.fusion import kernels
+from burstpool.fusion.gradients import first_derivative_only
 from burstpool.fusion.padding import Logits, row_width, with_zeros_behind
 
 _BLOCK, _VECTOR, _STAGES = 1024, 4, 4
@@ -30,34 +31,33 @@ The fastest of twelve settings for two vocabularies in 32 and 16 bits on an H200
 """
 _ROUNDING = 2.0**-21
 """Weights that differ by no more are one, rounded otherwise."""
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LEAST = tl.constexpr(-3e38)
+_LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _logits(x_ptr, b_ptr, c, C, W, BIASED: tl.constexpr, WHOLE: tl.constexpr, POLICY: tl.constexpr):
-    """A row's logits at `c`, as powers of two; padding is read, as whole vectors are faster, and does not count."""
-    if WHOLE:
+def _logits(x_ptr, b_ptr, c, C, W, BIASED: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    """A row's logits at `c`; padding is read, as whole vectors are faster, and does not count."""
+    if not MASKED:
         x = tl.load(x_ptr + c, eviction_policy=POLICY).to(tl.float32)
         if BIASED:
             x += tl.load(b_ptr + c).to(tl.float32)
-        return x * _LOG2_E
+        return x
     x = tl.load(x_ptr + c, mask=c < W, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if BIASED:
         x += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    return tl.where(c < C, x * _LOG2_E, float("-inf"))
+    return tl.where(c < C, x, float("-inf"))
 
 
 @triton.jit
 def _added_up(x, largest, total):
-    """Sums of powers of two, each lane relative to the largest of its own."""
+    """Sums of exponentials, each lane relative to the largest of its own."""
     larger = tl.maximum(largest, tl.max(x, 1))
-    return larger, total * tl.exp2(largest - larger) + tl.sum(tl.exp2(x - larger[:, None]), 1)
+    return larger, total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
 
 
 @triton.jit
-def _gradient(x, c, C, target, lse, weight, smoothing, SMOOTHED: tl.constexpr):
-    dx = tl.exp2(x - lse) - tl.where(c == target, 1.0 - smoothing, 0.0)
+def _gradient(x, c, C, target, top, share, weight, smoothing, SMOOTHED: tl.constexpr):
+    dx = tl.exp(x - top) * share - tl.where(c == target, 1.0 - smoothing, 0.0)
     if SMOOTHED:
         dx -= smoothing / C
     return weight * dx
@@ -65,51 +65,53 @@ def _gradient(x, c, C, target, lse, weight, smoothing, SMOOTHED: tl.constexpr):
 
 @triton.jit
 def _entropy(
-    x_ptr, b_ptr, t_ptr, weight_ptr, loss_ptr, dx_ptr, C, whole, x_w, x_r, dx_r, b_m, each, ignored, smoothing,
+    x_ptr, b_ptr, t_ptr, weight_ptr, loss_ptr, dx_ptr, C, unmasked, x_w, x_r, dx_r, b_m, rows_m, ignored, smoothing,
     BIASED: tl.constexpr, SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Up to `whole` in turns that need no masks, the rest in one."""
+    """The first `unmasked` logits in turns that need no masks, the rest in one."""
     LANES: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_r
-    b_ptr += row // each * b_m
+    b_ptr += row // rows_m * b_m
     target = tl.load(t_ptr + row)
     block = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    rest = whole + block
+    rest = unmasked + block
     largest = tl.full([LANES], _LEAST, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
+    totals = tl.zeros([LANES], tl.float32)
     plain = tl.zeros([LANES], tl.float32)
-    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
-        x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, True, "evict_last")
-        largest, total = _added_up(x, largest, total)
+    for start in tl.range(0, unmasked, BLOCK, num_stages=STAGES):
+        x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, False, "evict_last")
+        largest, totals = _added_up(x, largest, totals)
         if SMOOTHED:
             plain += tl.sum(x, 1)
-    x = _logits(x_ptr, b_ptr, rest, C, x_w, BIASED, False, "evict_last")
-    largest, total = _added_up(x, largest, total)
+    x = _logits(x_ptr, b_ptr, rest, C, x_w, BIASED, True, "evict_last")
+    largest, totals = _added_up(x, largest, totals)
     if SMOOTHED:
         plain += tl.sum(tl.where(rest < C, x, 0.0), 1)
+    # The largest and the sum apart: with large logits their own sum would leave nothing of the latter.
     top = tl.max(largest, 0)
-    lse = top + tl.log2(tl.sum(total * tl.exp2(largest - top), 0))
+    total = tl.sum(totals * tl.exp(largest - top), 0)
     known = (target >= 0) & (target < C)
     place = tl.where(known, target, 0).to(tl.int32)
     mine = tl.load(x_ptr + place).to(tl.float32)
     if BIASED:
         mine += tl.load(b_ptr + place).to(tl.float32)
-    loss = (1.0 - smoothing) * (lse / _LOG2_E - mine)
+    loss = (1.0 - smoothing) * (top - mine + tl.log(total))
     if SMOOTHED:  # not else, as 0 times infinity, of a logit of minus infinity, is no number
-        loss += smoothing * (lse - tl.sum(plain, 0) / C) / _LOG2_E
+        loss += smoothing * (top - tl.sum(plain, 0) / C + tl.log(total))
     counts = target != ignored
     tl.store(loss_ptr + row, tl.where(counts, tl.where(known, loss, float("nan")), 0.0))
     if GRADIENT:
         dx_ptr += row * dx_r
-        weight = tl.where(counts, tl.load(weight_ptr + row), 0.0)
-        for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
-            x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, True, "evict_first")
-            dx = _gradient(x, start + block, C, place, lse, weight, smoothing, SMOOTHED)
+        weight = tl.where(counts, tl.where(known, tl.load(weight_ptr + row), float("nan")), 0.0)
+        share = tl.where(counts, 1.0 / total, 0.0)
+        for start in tl.range(0, unmasked, BLOCK, num_stages=STAGES):
+            x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, False, "evict_first")
+            dx = _gradient(x, start + block, C, place, top, share, weight, smoothing, SMOOTHED)
             tl.store(dx_ptr + start + block, dx.to(dx_ptr.dtype.element_ty))
-        x = _logits(x_ptr, b_ptr, rest, C, x_w, BIASED, False, "evict_first")
-        dx = _gradient(x, rest, C, place, lse, weight, smoothing, SMOOTHED)
+        x = _logits(x_ptr, b_ptr, rest, C, x_w, BIASED, True, "evict_first")
+        dx = _gradient(x, rest, C, place, top, share, weight, smoothing, SMOOTHED)
         dx = tl.where(rest < C, dx, 0.0)
         tl.store(dx_ptr + rest, dx.to(dx_ptr.dtype.element_ty), mask=rest < dx_r)
 
@@ -145,14 +147,15 @@ def _run(
     where there is no such class.
     """
     rows = x_RW.shape[0]
+    bias_MC = None if bias_MC is None else bias_MC.contiguous()
     loss = torch.empty(rows, dtype=torch.float32, device=x_RW.device)
     dx = x_RW.new_empty(rows if gradient else 0, width)
     if rows:
-        each, b_m = (rows, 0) if bias_MC is None else (rows // bias_MC.shape[0], bias_MC.stride(0))
+        rows_m, b_m = (rows, 0) if bias_MC is None else (rows // bias_MC.shape[0], bias_MC.stride(0))
         block = _block(classes)
         _entropy[(rows,)](
             x_RW, x_RW if bias_MC is None else bias_MC, target_R, weight_R, loss, dx, classes,
-            classes // block * block, max(row_width(x_RW), classes), x_RW.stride(0), width, b_m, each, ignored,
+            classes // block * block, max(row_width(x_RW), classes), x_RW.stride(0), width, b_m, rows_m, ignored,
             smoothing, BIASED=bias_MC is not None, SMOOTHED=smoothing > 0, GRADIENT=gradient, BLOCK=block,
             VECTOR=_VECTOR, STAGES=_STAGES,
         )  # fmt: skip
@@ -190,19 +193,25 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(made_of.x_RW, made_of.bias_MC, target_R, weight_R)
         ctx.numbers = x_RC.shape[1], row_width(x_RC), ignored, smoothing
         run = _opaque_run if kernels.plain() else _run
+        # Half precision loses small numbers: there a scaled loss must scale them before they are rounded.
+        at_once = ctx.needs_input_grad[0] and made_of.x_RW.dtype is not torch.float16
         loss: Tensor
-        loss, ctx.gradient = run(*made_of, target_R, weight_R, ctx.needs_input_grad[0], *ctx.numbers)
+        loss, gradient = run(*made_of, target_R, weight_R, at_once, *ctx.numbers)
+        ctx.gradient = gradient if at_once else None
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x_RW, bias_MC, target_R, weight_R = ctx.saved_tensors
         classes, _, ignored, _ = ctx.numbers
+        run, scaled = (_opaque_run, _opaque_scaled) if kernels.plain() else (_run, _scaled)
+        g_R = grads[0].float().contiguous()
         dx, ctx.gradient = ctx.gradient, None
-        if dx is None:  # a second time; the first has gone its way, and may be another's by now
-            _, dx = _run(x_RW, bias_MC, target_R, weight_R, True, *ctx.numbers)
-        (_opaque_scaled if kernels.plain() else _scaled)(dx, target_R, weight_R, grads[0].contiguous(), ignored)
+        if dx is None:  # none was made, or the first has gone its way, and may be another's by now
+            _, dx = run(x_RW, bias_MC, target_R, g_R, True, *ctx.numbers)
+        else:
+            scaled(dx, target_R, weight_R, g_R, ignored)
         return with_zeros_behind(dx, classes), None, None, None, None, None
 
 

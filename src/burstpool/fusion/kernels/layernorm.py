@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from burstpool.fusion.gradients import first_derivative_only
 
 _WIDEST = 4096
 """Features that a program can hold."""
@@ -102,7 +103,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
         M, R, F = x.shape

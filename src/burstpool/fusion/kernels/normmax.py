@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from burstpool.fusion.gradients import first_derivative_only
 from burstpool.fusion.kernels.batchnorm import ACTIVATIONS, activated, derived, statistics, tiles_of
 
 
@@ -184,7 +184,7 @@ class _NormMax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, place, mean, rstd, weight, bias = ctx.saved_tensors
         M, P, C = x.shape

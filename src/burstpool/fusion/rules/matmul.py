@@ -5,7 +5,7 @@ Shapes: M = members, P = all dimensions before the last, I = inputs, O = outputs
 # ruff: noqa: N803, N806 -- shape suffixes are capitals
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,36 +52,40 @@ def linear_batched(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> T
     outputs, weight, bias = w_MOI.shape[1], w_MOI.to(dtype), None if b_MO is None else b_MO.to(dtype)
     if missing := _missing(outputs, weight):
         weight, bias = padded_outputs(weight, missing), None if bias is None else padded_outputs(bias, missing)
-    y_MPO: Tensor = _BatchedLinear.apply(  # type: ignore[no-untyped-call]
-        x_MPI.to(dtype), weight, bias, outputs, run.memory
-    )
-    return y_MPO.view(*x.shape[:-1], outputs)
+    shape = (*x.shape[:-1], outputs)
+    y: Tensor = _BatchedLinear.apply(x_MPI.to(dtype), weight, bias, shape, run.memory)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """x [M, P, I] times w [M, O, I], plus b [M, O]; of these O, the first `outputs` count, the rest is padding.
+    """x [M, P, I] times w [M, O, I], plus b [M, O], in the given shape; what it has no room for of the O is padding.
 
     torch's own gradient of the weight comes out transposed and is copied to be accumulated; here it is in its place.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_MPI: Tensor, w_MOI: Tensor, b_MO: Tensor | None, outputs: int, memory: KeptMemory | None = None
+        ctx: Any,
+        x_MPI: Tensor,
+        w_MOI: Tensor,
+        b_MO: Tensor | None,
+        shape: Sequence[int],
+        memory: KeptMemory | None = None,
     ) -> Tensor:
         ctx.save_for_backward(x_MPI, w_MOI)
         ctx.memory = memory
         w_MIO = w_MOI.transpose(1, 2)
         if b_MO is None:
-            return _first(torch.bmm(x_MPI, w_MIO), outputs)
+            return _shaped(torch.bmm(x_MPI, w_MIO), shape)
         if kernels.plain():  # a compiler adds the bias where it reads the result
             product_MPO = torch.bmm(x_MPI, w_MIO)
-            return made_of(_first(product_MPO + b_MO.unsqueeze(1), outputs), product_MPO, b_MO)
-        return _first(torch.baddbmm(b_MO.unsqueeze(1), x_MPI, w_MIO), outputs)
+            return made_of(_shaped(product_MPO + b_MO.unsqueeze(1), shape), product_MPO, b_MO)
+        return _shaped(torch.baddbmm(b_MO.unsqueeze(1), x_MPI, w_MIO), shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x_MPI, w_MOI = ctx.saved_tensors
-        g_MPO = whole(grads[0], w_MOI.shape[1])
+        g_MPO = whole(grads[0].reshape(*x_MPI.shape[:2], -1), w_MOI.shape[1])
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         return (
             torch.bmm(g_MPO, w_MOI) if wants_x else None,
@@ -100,9 +104,9 @@ class _BatchedLinear(torch.autograd.Function):
         return torch.bmm(g_MOP, x_MPI, out=memory.empty(w_MOI.shape, w_MOI.dtype))
 
 
-def _first(y_MPO: Tensor, outputs: int) -> Tensor:
+def _shaped(y_MPO: Tensor, shape: Sequence[int]) -> Tensor:
     """Without padding; no view, as nobody else has the whole, and the user's code may write to it."""
-    return y_MPO if y_MPO.shape[-1] == outputs else y_MPO[..., :outputs].detach()
+    return y_MPO[..., : shape[-1]].view(shape).detach()
 
 
 def _along_the_sum(g_MPO: Tensor, x_MPI: Tensor) -> tuple[Tensor, Tensor]:
