@@ -5,7 +5,7 @@ Shapes: M = members, P = all dimensions before the last, I = inputs, O = outputs
 # ruff: noqa: N803, N806 -- shape suffixes are capitals
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class _BatchedLinear(torch.autograd.Function):
         x_MPI: Tensor,
         w_MOI: Tensor,
         b_MO: Tensor | None,
-        shape: Sequence[int],
+        shape: tuple[int, ...],
         memory: KeptMemory | None = None,
     ) -> Tensor:
         ctx.save_for_backward(x_MPI, w_MOI)
@@ -104,9 +104,9 @@ class _BatchedLinear(torch.autograd.Function):
         return torch.bmm(g_MOP, x_MPI, out=memory.empty(w_MOI.shape, w_MOI.dtype))
 
 
-def _shaped(y_MPO: Tensor, shape: Sequence[int]) -> Tensor:
+def _shaped(y_MPO: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Without padding; no view, as nobody else has the whole, and the user's code may write to it."""
-    return y_MPO[..., : shape[-1]].view(shape).detach()
+    return y_MPO if y_MPO.shape == shape else y_MPO[..., : shape[-1]].view(shape).detach()
 
 
 def _along_the_sum(g_MPO: Tensor, x_MPI: Tensor) -> tuple[Tensor, Tensor]:
