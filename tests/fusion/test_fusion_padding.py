@@ -48,6 +48,17 @@ def test_a_padded_product_is_the_plain_one() -> None:
 
 
 @pytest.mark.usefixtures("_padded")
+@pytest.mark.parametrize("shape", [(2, 0, 5), (2, 0, 3, 5), (2, 3, 0, 5), (2, 5)])
+def test_a_padded_product_takes_batches_of_any_shape(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    _, weight, bias = operands()
+    y = matmul.linear_batched(run(), x, weight, bias)
+    assert y.shape == (*shape[:-1], OUTPUTS)
+    for g, given in zip(torch.autograd.grad(y.sum(), (x, weight, bias)), (x, weight, bias), strict=True):
+        assert g.shape == given.shape
+
+
+@pytest.mark.usefixtures("_padded")
 def test_a_users_code_may_write_to_a_padded_result() -> None:
     given = operands()
     y = matmul.linear_batched(run(), *given).mul_(2).masked_fill_(torch.arange(OUTPUTS) == 4, 1.0)

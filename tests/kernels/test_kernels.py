@@ -271,6 +271,18 @@ def test_rows_of_extreme_logits_are_torchs(fill: float) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_the_losss_second_derivative_is_refused() -> None:
+    from burstpool.fusion.kernels.entropy import cross_entropy
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 130, device=DEVICE, requires_grad=True)
+    weight = torch.randn(130, 130, device=DEVICE, requires_grad=True)
+    loss = cross_entropy(x @ weight, torch.arange(3, device=DEVICE), None, -100, 0.0).sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(gradient.square().sum(), weight)
+
+
 def test_a_bias_may_lie_in_memory_as_it_likes() -> None:
     from burstpool.fusion.kernels.entropy import _run
 

@@ -15,11 +15,24 @@ import torch
 from torch import Tensor, nn
 
 
+class _Refused(torch.autograd.Function):
+    """The first of the tensors, as something made of all of them that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *sources: Tensor | None) -> Tensor:
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("this function of an array has no second derivative")
+
+
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes of a backward pass one whose results raise when they are differentiated, where autograd keeps a graph.
 
-    torch's `once_differentiable` does so only where what comes from above has a gradient itself: of the sum of such a
-    function, a gradient penalty would be a constant without a word.
+    torch's `once_differentiable` does so only where what comes from above has a gradient itself, and not where
+    `torch.autograd.grad` is asked for some tensors' gradients, as it passes by what leads to none of them: a gradient
+    penalty would be a constant without a word. So results lead to what they were made of, which is to be saved.
     """
 
     @functools.wraps(backward)
@@ -28,10 +41,10 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
+        sources = (*grads, *ctx.saved_tensors)
         results = found if isinstance(found, tuple) else (found,)
-        raising = torch._C._functions.DelayedError(b"this function of an array has no second derivative", len(results))
-        marked: Any = [None if result is None else result.detach().requires_grad_() for result in results]
-        return raising(*marked)
+        refused: Callable[..., Tensor] = _Refused.apply
+        return tuple(None if result is None else refused(result, *sources) for result in results)
 
     return once
 

@@ -190,7 +190,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x_RC: Tensor, made_of: Logits, target_R: Tensor, weight_R: Tensor, ignored: int, smoothing: float
     ) -> Tensor:
-        ctx.save_for_backward(made_of.x_RW, made_of.bias_MC, target_R, weight_R)
+        ctx.save_for_backward(made_of.x_RW, made_of.bias_MC, target_R, weight_R, x_RC)
         ctx.numbers = x_RC.shape[1], row_width(x_RC), ignored, smoothing
         run = _opaque_run if kernels.plain() else _run
         # Half precision loses small numbers: there a scaled loss must scale them before they are rounded.
@@ -203,7 +203,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        x_RW, bias_MC, target_R, weight_R = ctx.saved_tensors
+        x_RW, bias_MC, target_R, weight_R, _ = ctx.saved_tensors
         classes, _, ignored, _ = ctx.numbers
         run, scaled = (_opaque_run, _opaque_scaled) if kernels.plain() else (_run, _scaled)
         g_R = grads[0].float().contiguous()

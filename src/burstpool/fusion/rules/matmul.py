@@ -85,7 +85,7 @@ class _BatchedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x_MPI, w_MOI = ctx.saved_tensors
-        g_MPO = whole(grads[0].reshape(*x_MPI.shape[:2], -1), w_MOI.shape[1])
+        g_MPO = whole(grads[0].reshape(*x_MPI.shape[:2], grads[0].shape[-1]), w_MOI.shape[1])
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         return (
             torch.bmm(g_MPO, w_MOI) if wants_x else None,
