@@ -1,4 +1,4 @@
-"""Measured times: what is kept on disk, and for whom."""
+"""Measured times: how they are taken, what is kept on disk, and for whom."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from burstpool import fuse
+from burstpool.fusion import timing
 from burstpool.fusion.lowering import Choices
 from burstpool.fusion.rules.concurrent import in_turn
 from burstpool.fusion.timing import NO_MEMORY_S
@@ -83,3 +84,42 @@ def test_a_way_that_fails_is_not_taken_unless_it_is_the_rules_own(fails: str, mo
     torch.testing.assert_close(array(x), torch.stack([model(x) for model in models]))
     [times_s] = [found for found in Choices(CPU).times_s.values() if "loop" in found]
     assert times_s["loop"] == math.inf
+
+
+@pytest.mark.parametrize(("free", "emptied"), [(29, True), (30, False)])
+def test_unused_memory_is_given_back_where_a_recording_might_not_find_as_much(
+    free: int, emptied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 20)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    timing._make_room()
+    assert calls == ["emptied"] * emptied
+
+
+@pytest.mark.parametrize(("replay_s", "replays"), [(0.0, 200), (1e-3, 10), (5e-3, 6), (0.1, 2)])
+def test_short_replays_are_timed_for_a_while_and_none_without_end(
+    replay_s: float, replays: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1e3 * replay_s
+
+    class Graph:
+        count = 0
+
+        def replay(self) -> None:
+            self.count += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    graph = Graph()
+    assert timing.replay_time(graph, CPU) == pytest.approx(replay_s)
+    assert graph.count == pytest.approx(replays, abs=1)  # sums of times are rounded

@@ -1,39 +1,19 @@
-"""Our kernels against torch's own operators, and arrays that use them against arrays that do not.
+"""Our kernels against torch's own operators, and arrays that use them against arrays that do not."""
 
-On a GPU where there is one; else in Triton's interpreter, if TRITON_INTERPRET=1 says so: slowly, and without products
-of 16-bit numbers, which it gets wrong.
-"""
-
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import DEVICE, MARKS, QUICK, members_between, members_outermost, needs_gpu
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from burstpool.fusion import fuse, kernels
 from burstpool.fusion.optim import make_optimizer
-from burstpool.fusion.padding import whole
-from burstpool.fusion.rules.base import Run
-from burstpool.fusion.rules.losses import MEAN
-from burstpool.fusion.rules.losses import cross_entropy as member_cross_entropy
-from burstpool.fusion.rules.matmul import linear_batched
 from burstpool.fusion.step import RecordedStep
-from burstpool.fusion.streams import Streams
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.skipif(
-        DEVICE == "cpu" and not kernels.interpreted(), reason="needs a CUDA device, or Triton and TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # numpy's, interpreting
-]
-needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the rules' choices for a GPU; needs a CUDA device")
-QUICK = DEVICE == "cuda"
-DTYPES = [torch.float32, torch.bfloat16] if QUICK else [torch.float32]
+pytestmark = MARKS
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
@@ -44,19 +24,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 SOME = ACTIVATIONS if QUICK else ("hardswish",)
 """Those that are tried with all else, where that takes no minutes."""
-
-
-def members_between(shape: tuple[int, ...]) -> Tensor:
-    """[M, N, C, …] in memory as a grouped convolution with channels last leaves it."""
-    members, samples, channels, *space = shape
-    x = torch.randn(samples, *space, members, channels, device=DEVICE) * 2 + 5
-    return x.movedim(-2, 0).movedim(-1, 2)
-
-
-def members_outermost(shape: tuple[int, ...]) -> Tensor:
-    """[M, N, C, …] in memory as a batched product leaves it."""
-    members, samples, channels, *space = shape
-    return (torch.randn(members, samples, *space, channels, device=DEVICE) * 2 + 5).movedim(-1, 2)
 
 
 @pytest.mark.parametrize("layout", [members_between, members_outermost])
@@ -154,163 +121,6 @@ def test_layer_norm_in_one_kernel_is_torchs(features: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("classes", "smoothing"), [(130, 0.0), (5000, 0.1), (33_278, 0.0)])
-def test_cross_entropy_in_one_kernel_is_torchs(classes: int, smoothing: float) -> None:
-    from burstpool.fusion.kernels.entropy import cross_entropy
-
-    torch.manual_seed(0)
-    rows = 19 if QUICK else 5
-    x = (torch.randn(rows, classes, device=DEVICE) * 3).requires_grad_()
-    target = torch.randint(0, classes, (rows,), device=DEVICE)
-    target[3] = -100
-    y = cross_entropy(x, target, None, -100, smoothing)
-    wanted = F.cross_entropy(x, target, label_smoothing=smoothing, reduction="none")
-    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-    gradient = torch.randn(rows, device=DEVICE)
-    (mine,), (theirs,) = (torch.autograd.grad(out, x, gradient) for out in (y, wanted))
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_cross_entropys_gradient_lies_in_rows_as_its_logits_do() -> None:
-    from burstpool.fusion.kernels.entropy import cross_entropy
-
-    torch.manual_seed(0)
-    rows = torch.randn(2 * 5, 144, device=DEVICE).requires_grad_()
-    target = torch.randint(0, 130, (10,), device=DEVICE)
-    y = cross_entropy(rows[:, :130], target, None, -100, 0.0)
-    wanted = F.cross_entropy(rows[:, :130], target, reduction="none")
-    for a, b in zip(*(torch.autograd.grad(out.sum(), rows) for out in (y, wanted)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    part = rows.detach()[:, :130].requires_grad_()
-    (g,) = torch.autograd.grad(cross_entropy(part, target, None, -100, 0.0).sum(), part)
-    found = whole(g.view(2, 5, 130), 144)
-    assert found.data_ptr() == g.data_ptr()
-    assert (found[..., 130:] == 0).all()
-
-
-def test_cross_entropys_gradient_is_scaled_where_rows_weigh_something_else() -> None:
-    from burstpool.fusion.kernels.entropy import cross_entropy
-
-    torch.manual_seed(0)
-    x = torch.randn(6, 200, device=DEVICE).requires_grad_()
-    target = torch.tensor([0, 199, 3, -100, 5, 6], device=DEVICE)
-    expected = torch.tensor([0.2, 0.2, 0.2, torch.inf, 0.5, 0.5], device=DEVICE)
-    g = torch.tensor([0.2, 0.4, -1.0, 7.0, 0.5, 0.0], device=DEVICE)
-    y = cross_entropy(x, target, expected, -100, 0.0)
-    (wanted,) = torch.autograd.grad(F.cross_entropy(x, target, reduction="none"), x, g)
-    for _ in range(2):  # the second time is reckoned anew, also where the first was written to
-        (mine,) = torch.autograd.grad(y, x, g, retain_graph=True)
-        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-6)
-        mine.zero_()
-
-
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own code
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("written_to", [False, True])
-def test_a_compiler_gets_the_loss_over_many_classes_as_one_operator(
-    monkeypatch: pytest.MonkeyPatch, biased: bool, written_to: bool
-) -> None:
-    monkeypatch.setattr("burstpool.fusion.rules.losses._OPAQUE_CLASSES", 100)
-    monkeypatch.setattr("burstpool.fusion.rules.matmul._missing", lambda outputs, like: -outputs % 16)
-    torch.manual_seed(0)
-    tensors = [torch.randn(shape, device=DEVICE) for shape in ((2, 6, 8), (2, 130, 8), (2, 130))]
-    target = torch.randint(130, (2, 6) if written_to else (6,), device=DEVICE)  # each member's own, or shared
-    target[..., 1] = -100
-
-    def losses(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        run = Run(members=2, streams=Streams([], torch.device(DEVICE)))
-        y = linear_batched(run, x, weight, bias if biased else None)
-        return member_cross_entropy(y.mul_(3) if written_to else y, target, -100, 0.0, MEAN)
-
-    def gradients(*given: Tensor) -> list[Tensor]:
-        leaves = [tensor.detach().requires_grad_() for tensor in given]
-        with torch.enable_grad():
-            found = losses(*leaves)
-            return [found.detach(), *torch.autograd.grad(found.sum(), leaves[: 2 + biased])]
-
-    with kernels.plain_operators():
-        graph = make_fx(gradients)(*tensors)
-    assert sum("burstpool.cross_entropy" in str(node.target) for node in graph.graph.nodes) == 1
-    exact = [tensor.double().requires_grad_() for tensor in tensors]
-    y = exact[0] @ exact[1].transpose(1, 2) + (exact[2].unsqueeze(1) if biased else 0)
-    own = target.expand(2, 6)
-    wanted = torch.stack([F.cross_entropy(one * (3 if written_to else 1), t) for one, t in zip(y, own, strict=True)])
-    theirs = [wanted, *torch.autograd.grad(wanted.sum(), exact[: 2 + biased])]
-    compiled = torch.compile(graph, backend="inductor" if QUICK else "aot_eager")
-    for mine in (graph(*tensors), compiled(*tensors)):
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
-
-
-def test_a_scaled_loss_saves_the_small_gradients_of_half_precision() -> None:
-    from burstpool.fusion.kernels.entropy import cross_entropy
-
-    torch.manual_seed(0)
-    x = torch.randn(4, 3000, device=DEVICE).half().requires_grad_()
-    target, tokens, scale = torch.randint(0, 3000, (4,), device=DEVICE), 8192, 2.0**16
-    y = cross_entropy(x, target, torch.full((4,), 1 / tokens, device=DEVICE), -100, 0.0)
-    (mine,) = torch.autograd.grad(y, x, torch.full_like(y, scale / tokens))
-    exact = x.detach().float().requires_grad_()
-    (wanted,) = torch.autograd.grad(F.cross_entropy(exact, target, reduction="sum") * scale / tokens, exact)
-    assert wanted.min() != 0
-    assert (wanted / scale).half().eq(0).float().mean() > 0.5, "unscaled they would be gone"
-    torch.testing.assert_close(mine.float(), wanted, rtol=2e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e38, 1e4])
-def test_rows_of_extreme_logits_are_torchs(fill: float) -> None:
-    from burstpool.fusion.kernels.entropy import cross_entropy
-
-    x = torch.full((3, 200), fill, device=DEVICE)
-    x[1, :100] = torch.randn(100, device=DEVICE)
-    x.requires_grad_()
-    target = torch.tensor([5, 7, -100], device=DEVICE)
-    y, wanted = cross_entropy(x, target, None, -100, 0.0), F.cross_entropy(x, target, reduction="none")
-    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-    for a, b in zip(*(torch.autograd.grad(loss.sum(), x) for loss in (y, wanted)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_the_losss_second_derivative_is_refused() -> None:
-    from burstpool.fusion.kernels.entropy import cross_entropy
-
-    torch.manual_seed(0)
-    x = torch.randn(3, 130, device=DEVICE, requires_grad=True)
-    weight = torch.randn(130, 130, device=DEVICE, requires_grad=True)
-    loss = cross_entropy(x @ weight, torch.arange(3, device=DEVICE), None, -100, 0.0).sum()
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(gradient.square().sum(), weight)
-
-
-def test_a_bias_may_lie_in_memory_as_it_likes() -> None:
-    from burstpool.fusion.kernels.entropy import _run
-
-    torch.manual_seed(0)
-    x, target, weight = torch.randn(6, 200, device=DEVICE), torch.arange(6, device=DEVICE), torch.ones(6, device=DEVICE)
-    for bias in (torch.randn(2, 400, device=DEVICE)[:, ::2], torch.randn(2, 1, device=DEVICE).expand(2, 200)):
-        loss, _ = _run(x, bias, target, weight, False, 200, 200, -100, 0.0)
-        wanted = F.cross_entropy(x + bias.repeat_interleave(3, 0), target, reduction="none")
-        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_cross_entropy_takes_masked_logits_and_refuses_no_class_silently() -> None:
-    from burstpool.fusion.kernels.entropy import cross_entropy
-
-    torch.manual_seed(0)
-    x = torch.randn(4, 200, device=DEVICE)
-    x[:, 7:50] = -torch.inf
-    target = torch.tensor([0, 199, 3, -100], device=DEVICE)
-    leaf = x.requires_grad_()
-    y = cross_entropy(leaf, target, None, -100, 0.0)
-    wanted = F.cross_entropy(leaf, target, reduction="none")
-    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-    (mine,), (theirs,) = (torch.autograd.grad(out.sum(), leaf) for out in (y, wanted))
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-    beyond = cross_entropy(x.detach(), torch.tensor([200, -1, 3, 1 << 40], device=DEVICE), None, -100, 0.0)
-    assert beyond.isnan().tolist() == [True, True, False, True]
-
-
 def test_a_residual_of_another_type_is_left_to_torch() -> None:
     from burstpool.fusion.rules.norms import norm_in_one
 
@@ -357,128 +167,6 @@ def test_a_members_dropout_depends_on_its_own_seed_and_probability_alone() -> No
     assert torch.equal(alone[0], y[1])
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(gradient, y)
-
-
-@pytest.mark.parametrize("layout", [members_between, members_outermost] if QUICK else [members_between])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("shape", "outputs", "taps", "stride", "padding", "dilation"),
-    [
-        ((3, 5, 24, 7, 6), 40, (3, 3), (1, 1), (1, 1), (1, 1)),
-        ((2, 3 if QUICK else 1, 130, 9, 8), 33, (3, 3), (2, 2), (1, 1), (1, 1)),
-        ((4, 300 if QUICK else 2, 16, 8, 8), 16, (4, 4), (2, 2), (1, 1), (1, 1)),
-        ((2, 2, 17, 9, 9), 64, (3, 2), (1, 1), (2, 1), (2, 3)),
-        ((1, 2, 64, 11, 10), 16, (2, 3), (3, 2), (0, 1), (1, 1)),
-    ],
-)
-@pytest.mark.parametrize(("transposed", "more"), [(False, 0), (True, 0), (True, 1)])
-def test_convolutions_of_all_members_in_one_kernel_are_torchs(
-    layout: Any,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    outputs: int,
-    taps: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    transposed: bool,
-    more: int,
-) -> None:
-    from burstpool.fusion.kernels.convolution import Geometry, convolved
-
-    if more and max(*stride, *dilation) == 1:
-        pytest.skip("torch has no output padding here")
-
-    torch.manual_seed(0)
-    members, _, channels = shape[:3]
-    # Factors that rounding to TF32 or 16 bits leaves as they are: then only sums are rounded.
-    x = layout(shape).bfloat16().to(dtype).detach().requires_grad_()
-    weight = torch.randn(members, *((channels, outputs) if transposed else (outputs, channels)), *taps, device=DEVICE)
-    weight = weight.bfloat16().to(dtype).requires_grad_()
-    options: Any = (None, stride, padding, more, 1, dilation) if transposed else (None, stride, padding, dilation)
-    exact = F.conv_transpose2d if transposed else F.conv2d
-    wanted = torch.stack([exact(x[i].double(), weight[i].double(), *options) for i in range(members)])
-    size = tuple(wanted.shape[3:]) if transposed else None
-    geometry = Geometry(taps, stride, padding, dilation)
-    y = convolved(x.movedim(2, -1), weight.movedim(2, -1).contiguous(), geometry, size).movedim(-1, 2)
-    gradient = torch.randn_like(wanted).bfloat16().to(dtype)
-    mine = y, *torch.autograd.grad(y, [x, weight], gradient)
-    theirs = wanted, *torch.autograd.grad(wanted, [x, weight], gradient.double())
-    for a, b in zip(mine, theirs, strict=True):
-        scale = float(b.detach().abs().max())
-        rounded = 2**-7 if dtype.itemsize == 2 else 1e-5  # the result to 8 bits, or float32 sums in another order
-        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=scale * rounded)
-
-
-def test_factors_of_32_bits_are_rounded_to_the_nearest_not_cut() -> None:
-    from burstpool.fusion.kernels.convolution import Geometry, convolved
-
-    def nearest(x: Tensor) -> Tensor:
-        return ((x.detach().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32).double()
-
-    torch.manual_seed(0)
-    x = (torch.rand(1, 2, 6, 6, 16, device=DEVICE) + 0.5).requires_grad_()
-    weight = (torch.rand(1, 16, 3, 3, 16, device=DEVICE) + 0.5).requires_grad_()
-    y = convolved(x, weight, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
-    g = torch.rand_like(y) + 0.5
-    exact = [nearest(tensor).requires_grad_() for tensor in (x, weight)]
-    wanted = F.conv2d(exact[0][0].movedim(-1, 1), exact[1][0].movedim(-1, 1), padding=1)
-    theirs = torch.autograd.grad(wanted, exact, nearest(g[0]).movedim(-1, 1))
-    for a, b in zip((y[0].movedim(-1, 1), *torch.autograd.grad(y, [x, weight], g)), (wanted, *theirs), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=0)
-    x.data[0, 0, 0, 0, 0], x.data[0, 1, 0, 0, 0] = float("nan"), float("inf")
-    y = convolved(x, weight, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
-    assert y[0, 0, 0, 0].isnan().all()
-    assert y[0, 1, 0, 0].isinf().all()
-
-
-class Maps(nn.Module):
-    """Convolutions that the kernel takes: with a bias, transposed, and one whose outer taps only see padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False)
-        self.up, self.down = nn.ConvTranspose2d(24, 16, 4, 2, 1), nn.Conv2d(16, 8, 3, stride=4, padding=1)
-        self.cropped, self.head = nn.Conv2d(8, 8, 5, padding=2), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.up(F.silu(self.second(F.silu(self.first(x))))))  # smooth: rounding changes no branch
-        y: Tensor = self.head(self.cropped(F.silu(self.down(x))).mean((2, 3)))
-        return y
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("autocast", [False, True] if QUICK else [False])
-def test_members_whose_convolutions_run_in_one_kernel_have_the_gradients_they_have_alone(
-    layout: torch.memory_format, autocast: bool
-) -> None:
-    torch.manual_seed(0)
-    models = [Maps().to(DEVICE).to(memory_format=layout) for _ in range(3)]
-    x = torch.randn(4, 3, 8, 8, device=DEVICE)
-    array = fuse(models, x)
-    setting = torch.autocast(DEVICE, torch.bfloat16, enabled=autocast)
-    with setting:
-        array(x)
-    chosen = 0
-    for plan in array.mode.plans():
-        for step in plan.steps:
-            if "conv" in str(step.node.target) and "kernel" in step.lowered.others:
-                step.choose("kernel")
-                chosen += 1
-        plan.recompile()
-    assert chosen == 4
-    with setting:
-        losses = array.losses(x, lambda out: out.square().mean())
-    losses.sum().backward()
-    exact = [copy.deepcopy(model).double() for model in models]
-    for index, model in enumerate(exact):
-        loss = model(x.double()).square().mean()
-        loss.backward()
-        torch.testing.assert_close(losses[index].double(), loss, rtol=3e-2 if autocast else 1e-2, atol=0)
-        for key, parameter in model.named_parameters():
-            mine = array.state.parameters[key].grad[index].double()
-            scale = float(parameter.grad.abs().max())
-            torch.testing.assert_close(mine, parameter.grad, rtol=0, atol=scale * (0.1 if autocast else 0.02))
 
 
 @pytest.mark.parametrize("dtype", kernels.NARROW)
