@@ -18,7 +18,7 @@ from burstpool.fusion.streams import Streams
 pytestmark = MARKS
 
 
-@pytest.mark.parametrize(("classes", "smoothing"), [(130, 0.0), (5000, 0.1), (33_278, 0.0)])
+@pytest.mark.parametrize(("classes", "smoothing"), [(130, 0.0), (256, 0.1), (5000, 0.1), (33_278, 0.0), (50_257, 0.1)])
 def test_cross_entropy_in_one_kernel_is_torchs(classes: int, smoothing: float) -> None:
     from burstpool.fusion.kernels.entropy import cross_entropy
 
@@ -121,15 +121,19 @@ def test_a_scaled_loss_saves_the_small_gradients_of_half_precision() -> None:
     torch.testing.assert_close(mine.float(), wanted, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e38, 1e4])
-def test_rows_of_extreme_logits_are_torchs(fill: float) -> None:
+@pytest.mark.parametrize(
+    ("fill", "smoothing"), [(torch.finfo(torch.float32).min, 0.0), (-1e38, 0.0), (1e4, 0.0), (1e4, 0.1)]
+)
+def test_rows_of_extreme_logits_are_torchs(fill: float, smoothing: float) -> None:
     from burstpool.fusion.kernels.entropy import cross_entropy
 
+    torch.manual_seed(0)
     x = torch.full((3, 200), fill, device=DEVICE)
-    x[1, :100] = torch.randn(100, device=DEVICE)
+    x[1, :100] = torch.randn(100, device=DEVICE) + (fill if smoothing else 0.0)
     x.requires_grad_()
     target = torch.tensor([5, 7, -100], device=DEVICE)
-    y, wanted = cross_entropy(x, target, None, -100, 0.0), F.cross_entropy(x, target, reduction="none")
+    y = cross_entropy(x, target, None, -100, smoothing)
+    wanted = F.cross_entropy(x, target, reduction="none", label_smoothing=smoothing)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
     for a, b in zip(*(torch.autograd.grad(loss.sum(), x) for loss in (y, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

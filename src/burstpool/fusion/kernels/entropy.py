@@ -1,11 +1,11 @@
 """Cross-entropy over many classes: the loss and its gradient in one go over the logits, in their own type.
 
 torch widens narrow logits to float32 and keeps the log-probabilities: ten times the bytes where a vocabulary is large.
-Here a row is read twice and its gradient written once, with the weight that the row is expected to have in the whole
-loss. Where `backward` then brings another, as with a scaled loss, the gradient is scaled in one more pass; but for
-float16, whose small numbers would be gone by then, `backward` reckons it anew. A layer's bias may be left to be added
-where logits are read. Sums are in float32; the gradient has the logits' type and lies in rows of the same width
-(padding.py).
+Here a row is read once and stays in registers (of more than 32,768 classes the rest is read twice), and its gradient is
+written at once, with the weight that the row is expected to have in the whole loss. Where `backward` then brings
+another, as with a scaled loss, the gradient is scaled in one more pass; but for float16, whose small numbers would be
+gone by then, `backward` reckons it anew. A layer's bias may be left to be added where logits are read. Sums are in
+float32; the gradient has the logits' type and lies in rows of the same width (padding.py).
 
 A compiler sees two operators, `torch.ops.burstpool.cross_entropy` and `scale_rows`, and into neither.
 
@@ -24,74 +24,83 @@ from burstpool.fusion import kernels
 from burstpool.fusion.gradients import first_derivative_only
 from burstpool.fusion.padding import Logits, row_width, with_zeros_behind
 
-_BLOCK, _VECTOR, _STAGES = 1024, 4, 4
-"""Logits that a program takes at a time, those of one thread, and how many such turns are under way.
-
-The fastest of twelve settings for two vocabularies in 32 and 16 bits on an H200, or within 3% of it.
-"""
+_MOST_KEPT, _KEPT_BY_A_WARP = 32768, 1024
+"""Logits of a row that stay in registers, and how many of them in those of one warp."""
+_LEAST_BLOCK, _BLOCK = 128, 8192
+"""Those of the rest that are read at a time."""
+_SMALL_REST = 8
+"""A rest is better read twice than kept, if it is no more than this part of the row."""
+_SCALED = 1024
+"""Numbers that are scaled at a time."""
 _ROUNDING = 2.0**-21
 """Weights that differ by no more are one, rounded otherwise."""
 _LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _logits(x_ptr, b_ptr, c, C, W, BIASED: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    """A row's logits at `c`; padding is read, as whole vectors are faster, and does not count."""
+def _logits(x_ptr, b_ptr, c, C, W, b_w, BIASED: tl.constexpr, MASKED: tl.constexpr, BIAS_STAYS: tl.constexpr):
+    """A row's logits at `c`; padding is read, as whole vectors are faster, and does not count.
+
+    They pass the multiprocessor's own cache by, so that the bias stays there.
+    """
     if not MASKED:
-        x = tl.load(x_ptr + c, eviction_policy=POLICY).to(tl.float32)
+        x = tl.load(x_ptr + c, cache_modifier=".cg").to(tl.float32)
         if BIASED:
-            x += tl.load(b_ptr + c).to(tl.float32)
+            x += tl.load(b_ptr + c, eviction_policy=BIAS_STAYS).to(tl.float32)
         return x
-    x = tl.load(x_ptr + c, mask=c < W, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    x = tl.load(x_ptr + c, mask=c < W, other=0.0, cache_modifier=".cg").to(tl.float32)
     if BIASED:
-        x += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        x += tl.load(b_ptr + c, mask=c < b_w, other=0.0, eviction_policy=BIAS_STAYS).to(tl.float32)
     return tl.where(c < C, x, float("-inf"))
 
 
 @triton.jit
-def _added_up(x, largest, total):
-    """Sums of exponentials, each lane relative to the largest of its own."""
-    larger = tl.maximum(largest, tl.max(x, 1))
-    return larger, total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
-
-
-@triton.jit
-def _gradient(x, c, C, target, top, share, weight, smoothing, SMOOTHED: tl.constexpr):
-    dx = tl.exp(x - top) * share - tl.where(c == target, 1.0 - smoothing, 0.0)
+def _gradient(e, c, C, target, share, weight, smoothing, SMOOTHED: tl.constexpr):
+    """Of exponentials; `share` times one is its probability."""
+    dx = e * share - tl.where(c == target, 1.0 - smoothing, 0.0)
     if SMOOTHED:
         dx -= smoothing / C
     return weight * dx
 
 
 @triton.jit
+def _store(dx_ptr, dx, c, C, W, MASKED: tl.constexpr):
+    """A row's gradient at `c`, with zeros behind."""
+    if MASKED:
+        tl.store(dx_ptr + c, tl.where(c < C, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=c < W)
+    else:
+        tl.store(dx_ptr + c, dx.to(dx_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _entropy(
-    x_ptr, b_ptr, t_ptr, weight_ptr, loss_ptr, dx_ptr, C, unmasked, x_w, x_r, dx_r, b_m, rows_m, ignored, smoothing,
+    x_ptr, b_ptr, t_ptr, weight_ptr, loss_ptr, dx_ptr, C, x_w, x_r, dx_r, b_w, rows_m, ignored, smoothing,
     BIASED: tl.constexpr, SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    KEPT: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BIAS_STAYS: tl.constexpr,
 ):  # fmt: skip
-    """The first `unmasked` logits in turns that need no masks, the rest in one."""
-    LANES: tl.constexpr = BLOCK // VECTOR
+    """The first `KEPT` logits stay in registers; the rest, if there is one, is read again for the gradient."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_r
-    b_ptr += row // rows_m * b_m
+    b_ptr += row // rows_m * b_w
     target = tl.load(t_ptr + row)
-    block = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    rest = unmasked + block
-    largest = tl.full([LANES], _LEAST, tl.float32)
-    totals = tl.zeros([LANES], tl.float32)
-    plain = tl.zeros([LANES], tl.float32)
-    for start in tl.range(0, unmasked, BLOCK, num_stages=STAGES):
-        x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, False, "evict_last")
-        largest, totals = _added_up(x, largest, totals)
-        if SMOOTHED:
-            plain += tl.sum(x, 1)
-    x = _logits(x_ptr, b_ptr, rest, C, x_w, BIASED, True, "evict_last")
-    largest, totals = _added_up(x, largest, totals)
-    if SMOOTHED:
-        plain += tl.sum(tl.where(rest < C, x, 0.0), 1)
+    c = tl.arange(0, KEPT)
+    block = tl.arange(0, BLOCK)
+    e = _logits(x_ptr, b_ptr, c, C, x_w, b_w, BIASED, not REST, BIAS_STAYS)
     # The largest and the sum apart: with large logits their own sum would leave nothing of the latter.
-    top = tl.max(largest, 0)
-    total = tl.sum(totals * tl.exp(largest - top), 0)
+    offset = tl.maximum(tl.max(e, 0), _LEAST)
+    plain = 0.0
+    if SMOOTHED:
+        plain += tl.sum(tl.where(c < C, e - offset, 0.0), 0)
+    e = tl.exp(e - offset)
+    top, total = offset, tl.sum(e, 0)
+    if REST:
+        for start in range(KEPT, C, BLOCK):
+            x = _logits(x_ptr, b_ptr, start + block, C, x_w, b_w, BIASED, True, BIAS_STAYS)
+            larger = tl.maximum(top, tl.max(x, 0))
+            total = total * tl.exp(top - larger) + tl.sum(tl.exp(x - larger), 0)
+            top = larger
+            if SMOOTHED:
+                plain += tl.sum(tl.where(start + block < C, x - offset, 0.0), 0)
     known = (target >= 0) & (target < C)
     place = tl.where(known, target, 0).to(tl.int32)
     mine = tl.load(x_ptr + place).to(tl.float32)
@@ -99,21 +108,20 @@ def _entropy(
         mine += tl.load(b_ptr + place).to(tl.float32)
     loss = (1.0 - smoothing) * (top - mine + tl.log(total))
     if SMOOTHED:  # not else, as 0 times infinity, of a logit of minus infinity, is no number
-        loss += smoothing * (top - tl.sum(plain, 0) / C + tl.log(total))
+        loss += smoothing * (top - offset - plain / C + tl.log(total))
     counts = target != ignored
     tl.store(loss_ptr + row, tl.where(counts, tl.where(known, loss, float("nan")), 0.0))
     if GRADIENT:
         dx_ptr += row * dx_r
         weight = tl.where(counts, tl.where(known, tl.load(weight_ptr + row), float("nan")), 0.0)
         share = tl.where(counts, 1.0 / total, 0.0)
-        for start in tl.range(0, unmasked, BLOCK, num_stages=STAGES):
-            x = _logits(x_ptr, b_ptr, start + block, C, x_w, BIASED, False, "evict_first")
-            dx = _gradient(x, start + block, C, place, top, share, weight, smoothing, SMOOTHED)
-            tl.store(dx_ptr + start + block, dx.to(dx_ptr.dtype.element_ty))
-        x = _logits(x_ptr, b_ptr, rest, C, x_w, BIASED, True, "evict_first")
-        dx = _gradient(x, rest, C, place, top, share, weight, smoothing, SMOOTHED)
-        dx = tl.where(rest < C, dx, 0.0)
-        tl.store(dx_ptr + rest, dx.to(dx_ptr.dtype.element_ty), mask=rest < dx_r)
+        dx = _gradient(e, c, C, place, tl.exp(offset - top) * share, weight, smoothing, SMOOTHED)
+        _store(dx_ptr, dx, c, C, dx_r, not REST)
+        if REST:
+            for start in range(KEPT, dx_r, BLOCK):
+                x = _logits(x_ptr, b_ptr, start + block, C, x_w, b_w, BIASED, True, BIAS_STAYS)
+                rest_dx = _gradient(tl.exp(x - top), start + block, C, place, share, weight, smoothing, SMOOTHED)
+                _store(dx_ptr, rest_dx, start + block, C, dx_r, True)
 
 
 @triton.jit
@@ -151,13 +159,15 @@ def _run(
     loss = torch.empty(rows, dtype=torch.float32, device=x_RW.device)
     dx = x_RW.new_empty(rows if gradient else 0, width)
     if rows:
-        rows_m, b_m = (rows, 0) if bias_MC is None else (rows // bias_MC.shape[0], bias_MC.stride(0))
-        block = _block(classes)
+        members, b_w = (1, 0) if bias_MC is None else bias_MC.shape
+        kept = _kept(classes)
+        rest = max(classes - kept, 0)
         _entropy[(rows,)](
             x_RW, x_RW if bias_MC is None else bias_MC, target_R, weight_R, loss, dx, classes,
-            classes // block * block, max(row_width(x_RW), classes), x_RW.stride(0), width, b_m, rows_m, ignored,
-            smoothing, BIASED=bias_MC is not None, SMOOTHED=smoothing > 0, GRADIENT=gradient, BLOCK=block,
-            VECTOR=_VECTOR, STAGES=_STAGES,
+            max(row_width(x_RW), classes), x_RW.stride(0), width, b_w, rows // members, ignored, smoothing,
+            BIASED=bias_MC is not None, SMOOTHED=smoothing > 0, GRADIENT=gradient, KEPT=kept, REST=rest > 0,
+            BLOCK=min(_BLOCK, max(_LEAST_BLOCK, triton.next_power_of_2(rest))),
+            BIAS_STAYS="evict_last" if x_RW.dtype.itemsize == 2 else "", num_warps=max(1, kept // _KEPT_BY_A_WARP),
         )  # fmt: skip
     return loss, dx
 
@@ -166,11 +176,15 @@ def _scaled(dx_RW: Tensor, target_R: Tensor, weight_R: Tensor, g_R: Tensor, igno
     """In place: the gradient with the weights that rows turn out to have."""
     rows, width = dx_RW.shape
     if rows:
-        _scale[(rows,)](dx_RW, target_R, weight_R, g_R, width, ignored, ROUNDING=_ROUNDING, BLOCK=_block(width))
+        _scale[(rows,)](dx_RW, target_R, weight_R, g_R, width, ignored, ROUNDING=_ROUNDING, BLOCK=_SCALED)
 
 
-def _block(classes: int) -> int:
-    return min(_BLOCK, max(128, int(triton.next_power_of_2(classes))))
+def _kept(classes: int) -> int:
+    """A power of two: all, or nearly all, of a row as far as registers go."""
+    above = max(_LEAST_BLOCK, int(triton.next_power_of_2(classes)))
+    below = above // 2
+    nearly_all = below <= classes <= below + below // _SMALL_REST
+    return min(below if nearly_all else above, _MOST_KEPT)
 
 
 _opaque_run = torch.library.custom_op("burstpool::cross_entropy", _run, mutates_args=())
