@@ -24,12 +24,10 @@ from burstpool.fusion import kernels
 from burstpool.fusion.gradients import first_derivative_only
 from burstpool.fusion.padding import Logits, row_width, with_zeros_behind
 
-_MOST_KEPT, _KEPT_BY_A_WARP = 32768, 1024
-"""Logits of a row that stay in registers, and how many of them in those of one warp."""
-_LEAST_BLOCK, _BLOCK = 128, 8192
+_MOST_KEPT, _MOST_TAIL, _KEPT_BY_A_WARP = 32768, 2048, 1024
+"""Logits of a row that stay in registers, those beyond for which there is room, and how many one warp has of them."""
+_BLOCK = 8192
 """Those of the rest that are read at a time."""
-_SMALL_REST = 8
-"""A rest is better read twice than kept, if it is no more than this part of the row."""
 _SCALED = 1024
 """Numbers that are scaled at a time."""
 _ROUNDING = 2.0**-21
@@ -64,48 +62,60 @@ def _gradient(e, c, C, target, share, weight, smoothing, SMOOTHED: tl.constexpr)
 
 
 @triton.jit
-def _store(dx_ptr, dx, c, C, W, MASKED: tl.constexpr):
+def _store_masked(dx_ptr, dx, c, C, W):
     """A row's gradient at `c`, with zeros behind."""
-    if MASKED:
-        tl.store(dx_ptr + c, tl.where(c < C, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=c < W)
-    else:
-        tl.store(dx_ptr + c, dx.to(dx_ptr.dtype.element_ty))
+    tl.store(dx_ptr + c, tl.where(c < C, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=c < W)
 
 
 @triton.jit
 def _entropy(
     x_ptr, b_ptr, t_ptr, weight_ptr, loss_ptr, dx_ptr, C, x_w, x_r, dx_r, b_w, rows_m, ignored, smoothing,
     BIASED: tl.constexpr, SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr,
-    KEPT: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BIAS_STAYS: tl.constexpr,
+    KEPT: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, BIAS_STAYS: tl.constexpr,
 ):  # fmt: skip
-    """The first `KEPT` logits stay in registers; the rest, if there is one, is read again for the gradient."""
+    """The first `KEPT` logits and the `TAIL` next stay in registers; the rest is read again, `BLOCK` at a time.
+
+    Where there is no tail or no rest, these are 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_r
     b_ptr += row // rows_m * b_w
-    target = tl.load(t_ptr + row)
+    # All that is read once is asked for before the first sum, which threads wait for one another in.
     c = tl.arange(0, KEPT)
-    block = tl.arange(0, BLOCK)
-    e = _logits(x_ptr, b_ptr, c, C, x_w, b_w, BIASED, not REST, BIAS_STAYS)
-    # The largest and the sum apart: with large logits their own sum would leave nothing of the latter.
-    offset = tl.maximum(tl.max(e, 0), _LEAST)
-    plain = 0.0
-    if SMOOTHED:
-        plain += tl.sum(tl.where(c < C, e - offset, 0.0), 0)
-    e = tl.exp(e - offset)
-    top, total = offset, tl.sum(e, 0)
-    if REST:
-        for start in range(KEPT, C, BLOCK):
-            x = _logits(x_ptr, b_ptr, start + block, C, x_w, b_w, BIASED, True, BIAS_STAYS)
-            larger = tl.maximum(top, tl.max(x, 0))
-            total = total * tl.exp(top - larger) + tl.sum(tl.exp(x - larger), 0)
-            top = larger
-            if SMOOTHED:
-                plain += tl.sum(tl.where(start + block < C, x - offset, 0.0), 0)
+    e = _logits(x_ptr, b_ptr, c, C, x_w, b_w, BIASED, False, BIAS_STAYS)
+    if TAIL:
+        tail_c = KEPT + tl.arange(0, TAIL)
+        tail_e = _logits(x_ptr, b_ptr, tail_c, C, x_w, b_w, BIASED, True, BIAS_STAYS)
+    target = tl.load(t_ptr + row)
+    weight = tl.load(weight_ptr + row)
     known = (target >= 0) & (target < C)
     place = tl.where(known, target, 0).to(tl.int32)
     mine = tl.load(x_ptr + place).to(tl.float32)
     if BIASED:
         mine += tl.load(b_ptr + place).to(tl.float32)
+    offset = tl.maximum(tl.max(e, 0), _LEAST)
+    if TAIL:
+        offset = tl.maximum(offset, tl.max(tail_e, 0))
+    plain = 0.0
+    if SMOOTHED:
+        plain += tl.sum(e - offset, 0)
+    e = tl.exp(e - offset)
+    # The largest and the sum apart: with large logits their own sum would leave nothing of the latter.
+    top, total = offset, tl.sum(e, 0)
+    if TAIL:
+        if SMOOTHED:
+            plain += tl.sum(tl.where(tail_c < C, tail_e - offset, 0.0), 0)
+        tail_e = tl.exp(tail_e - offset)
+        total += tl.sum(tail_e, 0)
+    if BLOCK:
+        for start in range(KEPT + TAIL, C, BLOCK):
+            rest_c = start + tl.arange(0, BLOCK)
+            x = _logits(x_ptr, b_ptr, rest_c, C, x_w, b_w, BIASED, True, BIAS_STAYS)
+            larger = tl.maximum(top, tl.max(x, 0))
+            total = total * tl.exp(top - larger) + tl.sum(tl.exp(x - larger), 0)
+            top = larger
+            if SMOOTHED:
+                plain += tl.sum(tl.where(rest_c < C, x - offset, 0.0), 0)
     loss = (1.0 - smoothing) * (top - mine + tl.log(total))
     if SMOOTHED:  # not else, as 0 times infinity, of a logit of minus infinity, is no number
         loss += smoothing * (top - offset - plain / C + tl.log(total))
@@ -113,15 +123,20 @@ def _entropy(
     tl.store(loss_ptr + row, tl.where(counts, tl.where(known, loss, float("nan")), 0.0))
     if GRADIENT:
         dx_ptr += row * dx_r
-        weight = tl.where(counts, tl.where(known, tl.load(weight_ptr + row), float("nan")), 0.0)
+        weight = tl.where(counts, tl.where(known, weight, float("nan")), 0.0)
         share = tl.where(counts, 1.0 / total, 0.0)
-        dx = _gradient(e, c, C, place, tl.exp(offset - top) * share, weight, smoothing, SMOOTHED)
-        _store(dx_ptr, dx, c, C, dx_r, not REST)
-        if REST:
-            for start in range(KEPT, dx_r, BLOCK):
-                x = _logits(x_ptr, b_ptr, start + block, C, x_w, b_w, BIASED, True, BIAS_STAYS)
-                rest_dx = _gradient(tl.exp(x - top), start + block, C, place, share, weight, smoothing, SMOOTHED)
-                _store(dx_ptr, rest_dx, start + block, C, dx_r, True)
+        kept_share = tl.exp(offset - top) * share
+        dx = _gradient(e, c, C, place, kept_share, weight, smoothing, SMOOTHED)
+        tl.store(dx_ptr + c, dx.to(dx_ptr.dtype.element_ty))
+        if TAIL:
+            tail_dx = _gradient(tail_e, tail_c, C, place, kept_share, weight, smoothing, SMOOTHED)
+            _store_masked(dx_ptr, tail_dx, tail_c, C, dx_r)
+        if BLOCK:
+            for start in range(KEPT + TAIL, dx_r, BLOCK):
+                rest_c = start + tl.arange(0, BLOCK)
+                x = _logits(x_ptr, b_ptr, rest_c, C, x_w, b_w, BIASED, True, BIAS_STAYS)
+                rest_dx = _gradient(tl.exp(x - top), rest_c, C, place, share, weight, smoothing, SMOOTHED)
+                _store_masked(dx_ptr, rest_dx, rest_c, C, dx_r)
 
 
 @triton.jit
@@ -160,14 +175,13 @@ def _run(
     dx = x_RW.new_empty(rows if gradient else 0, width)
     if rows:
         members, b_w = (1, 0) if bias_MC is None else bias_MC.shape
-        kept = _kept(classes)
-        rest = max(classes - kept, 0)
+        kept, tail, block = _parts(classes, width)
         _entropy[(rows,)](
             x_RW, x_RW if bias_MC is None else bias_MC, target_R, weight_R, loss, dx, classes,
             max(row_width(x_RW), classes), x_RW.stride(0), width, b_w, rows // members, ignored, smoothing,
-            BIASED=bias_MC is not None, SMOOTHED=smoothing > 0, GRADIENT=gradient, KEPT=kept, REST=rest > 0,
-            BLOCK=min(_BLOCK, max(_LEAST_BLOCK, triton.next_power_of_2(rest))),
-            BIAS_STAYS="evict_last" if x_RW.dtype.itemsize == 2 else "", num_warps=max(1, kept // _KEPT_BY_A_WARP),
+            BIASED=bias_MC is not None, SMOOTHED=smoothing > 0, GRADIENT=gradient, KEPT=kept, TAIL=tail, BLOCK=block,
+            BIAS_STAYS="evict_last" if x_RW.dtype.itemsize == 2 else "",
+            num_warps=max(1, min(triton.next_power_of_2(kept + tail), _MOST_KEPT) // _KEPT_BY_A_WARP),
         )  # fmt: skip
     return loss, dx
 
@@ -179,12 +193,13 @@ def _scaled(dx_RW: Tensor, target_R: Tensor, weight_R: Tensor, g_R: Tensor, igno
         _scale[(rows,)](dx_RW, target_R, weight_R, g_R, width, ignored, ROUNDING=_ROUNDING, BLOCK=_SCALED)
 
 
-def _kept(classes: int) -> int:
-    """A power of two: all, or nearly all, of a row as far as registers go."""
-    above = max(_LEAST_BLOCK, int(triton.next_power_of_2(classes)))
-    below = above // 2
-    nearly_all = below <= classes <= below + below // _SMALL_REST
-    return min(below if nearly_all else above, _MOST_KEPT)
+def _parts(classes: int, width: int) -> tuple[int, int, int]:
+    """How many logits are kept without and with a mask, and of the rest read at a time; powers of two, or none."""
+    kept = min(1 << classes.bit_length() - 1, _MOST_KEPT)
+    if width == kept:
+        return kept, 0, 0
+    above = int(triton.next_power_of_2(width - kept))
+    return (kept, above, 0) if kept + above <= _MOST_KEPT + _MOST_TAIL else (kept, 0, min(above, _BLOCK))
 
 
 _opaque_run = torch.library.custom_op("burstpool::cross_entropy", _run, mutates_args=())
