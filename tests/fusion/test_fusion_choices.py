@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,12 +42,15 @@ def test_what_found_no_memory_is_known_to_the_array_alone(tmp_path: Path) -> Non
 def test_choices_for_members_in_turn_are_of_their_own() -> None:
     array = fuse([torch.nn.Conv2d(3, 4, 3) for _ in range(3)], torch.zeros(2, 3, 8, 8), mode="measured")
     array(torch.zeros(2, 3, 8, 8))
-    before = len(Choices(CPU).times_s)
+    before = Choices(CPU).times_s
     assert before
     with in_turn():
         array(torch.zeros(2, 3, 8, 8))
     array(torch.zeros(2, 3, 8, 8))
-    assert len(Choices(CPU).times_s) == 2 * before
+    after = Choices(CPU).times_s
+    assert {key: after[key] for key in before} == before
+    assert all("in turn" in key for key in after.keys() - before.keys())
+    assert len(after) > len(before)
 
 
 def test_where_memory_does_not_hold_what_measuring_needs_the_rules_own_choices_run(
@@ -99,27 +103,51 @@ def test_unused_memory_is_given_back_where_a_recording_might_not_find_as_much(
     assert calls == ["emptied"] * emptied
 
 
+class Clock:
+    """Stands for a device on which a graph's replay takes its own time, for a while as long again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, disturbed: range = range(0)) -> None:
+        clock = self
+        self.now_s, self.replays, self.disturbed = 0.0, 0, disturbed
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at_s = clock.now_s
+
+            def elapsed_time(self, end: "Event") -> float:
+                return 1e3 * (end.at_s - self.at_s)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def graph(self, replay_s: float) -> Any:
+        class Graph:
+            count = 0
+
+            def replay(graph) -> None:  # noqa: N805 -- the clock is self
+                graph.count += 1
+                self.now_s += replay_s * (2 if self.replays in self.disturbed else 1)
+                self.replays += 1
+
+        return Graph()
+
+
 @pytest.mark.parametrize(("replay_s", "replays"), [(0.0, 200), (1e-3, 10), (5e-3, 6), (0.1, 2)])
 def test_short_replays_are_timed_for_a_while_and_none_without_end(
     replay_s: float, replays: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None: ...
-
-        def elapsed_time(self, end: "Event") -> float:
-            return 1e3 * replay_s
-
-    class Graph:
-        count = 0
-
-        def replay(self) -> None:
-            self.count += 1
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    graph = Graph()
-    assert timing.replay_time(graph, CPU) == pytest.approx(replay_s)
+    graph = Clock(monkeypatch).graph(replay_s)
+    assert timing.replay_times([graph], CPU) == [pytest.approx(replay_s)]
     assert graph.count == pytest.approx(replays, abs=1)  # sums of times are rounded
+
+
+@pytest.mark.parametrize("disturbed", [range(0), range(18), range(12, 100), range(100)])
+def test_replays_take_turns_so_that_other_work_does_not_choose_between_them(
+    disturbed: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, disturbed=disturbed)
+    first, second = timing.replay_times([clock.graph(1e-3), clock.graph(0.9e-3)], CPU)
+    assert second / first == pytest.approx(0.9)

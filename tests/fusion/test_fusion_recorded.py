@@ -1,5 +1,6 @@
 """A recorded step that no longer fits says so; what fails leaves an array as it was."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from burstpool.errors import FusionError
 from burstpool.fusion import FusedArray, fuse
-from burstpool.fusion.compiled import TOGETHER
+from burstpool.fusion.compiled import APART, TOGETHER
 from burstpool.fusion.step import WRITTEN, RecordedStep
 
 X, Y = torch.linspace(-1.0, 1.0, 24).view(8, 3).double(), torch.tensor([0, 1] * 4)
@@ -24,7 +25,7 @@ class Replaying:
     """Does what a CUDA graph does, on the CPU: the recorded step on the batch that lies where it was recorded."""
 
     def __init__(self, step: RecordedStep) -> None:
-        self.step, self.replays = step, 0
+        self.step, self.way, self.replays = step, step.way, 0
         step._keeps_state = step.optimizer.keeps_state
 
     def replay(self) -> None:
@@ -178,6 +179,26 @@ def test_a_compiled_way_that_cannot_be_recorded_anew_gives_way_to_the_written_on
     step._record([TOGETHER])
     assert (step.way, step.left_out) == (WRITTEN, {TOGETHER: "RuntimeError: no memory"})
     assert step._graph is not None
+
+
+def test_ways_are_compared_at_the_same_time_each_with_the_fastest_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = {WRITTEN: 1.0, TOGETHER: 0.9, APART: 0.99}
+    slower = iter([1.0, 2.0, 4.0])  # the device has other work to do, too
+
+    def replay_times(graphs: Sequence[Any], device: torch.device) -> list[float]:
+        factor = next(slower)
+        return [factor * times_s[graph.way] for graph in graphs]
+
+    monkeypatch.setattr("burstpool.fusion.step.replay_times", replay_times)
+    array = ready()
+    step = RecordedStep(array, array.optimizers[0], F.cross_entropy, X, Y)
+    step._ways = dict.fromkeys(
+        (TOGETHER, APART), lambda inputs, targets: array.losses(inputs, F.cross_entropy, *targets)
+    )
+    failing(step, RuntimeError("none does"))
+    step._record([WRITTEN, TOGETHER, APART])
+    assert step.way == TOGETHER
+    assert step.times_s == pytest.approx(times_s)
 
 
 def test_a_step_computes_in_what_autocast_says_where_it_is_made() -> None:

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from burstpool.fusion.optim import ArrayOptimizer, FusedOptimizer
 from burstpool.fusion.scaler import LossScaler
 from burstpool.fusion.serial import draws
 from burstpool.fusion.surroundings import Surroundings
-from burstpool.fusion.timing import replay_time, timed
+from burstpool.fusion.timing import replay_times, timed
 from burstpool.model.recording import recording
 
 _WARM_UP = 3
@@ -253,7 +253,7 @@ class RecordedStep:
 
     def _record_fastest(self, ways: Sequence[str], saved: dict[str, Any]) -> None:
         """Records each way, keeps the one whose replay is shortest."""
-        kept: tuple[float, str, torch.cuda.CUDAGraph, Tensor] | None = None
+        kept: _Kept | None = None
         times_s = dict.fromkeys(ways, math.inf)
         if WRITTEN not in ways:
             self._see_written(saved)
@@ -261,13 +261,13 @@ class RecordedStep:
             self.way = way
             try:
                 self._warm_up_and_capture(saved)
-                assert self._graph is not None
-                time_s = times_s[way] = replay_time(self._graph, self.array.device) if len(ways) > 1 else 0.0
+                time_s = times_s[way] = self._replay_time(kept) if len(ways) > 1 else 0.0
             except Exception as error:  # of a compiled way: the compiler's own, or no memory for one more
                 self._leave_out(way, error)
             else:
-                if kept is None or time_s < kept[0]:
-                    kept = time_s, way, self._graph, self._losses
+                if kept is None or time_s < kept.time_s:
+                    assert self._graph is not None
+                    kept = _Kept(time_s, way, self._graph, self._losses)
             self._graph, self._losses = None, torch.empty(0)
             self._rewind(saved)
         if kept is None:  # the way that was the fastest once cannot be had any more
@@ -276,6 +276,14 @@ class RecordedStep:
         _, self.way, self._graph, self._losses = kept
         if len(ways) > 1:
             self._learnt(times_s)
+
+    def _replay_time(self, fastest: "_Kept | None") -> float:
+        """Of the recorded step; beside the fastest so far, as the device may have other work at times."""
+        assert self._graph is not None
+        if fastest is None:
+            return replay_times([self._graph], self.array.device)[0]
+        its_s, mine_s = replay_times([fastest.graph, self._graph], self.array.device)
+        return fastest.time_s * mine_s / its_s
 
     def _warm_up_and_capture(self, saved: dict[str, Any]) -> None:
         inputs, targets = self._static
@@ -315,6 +323,15 @@ class RecordedStep:
         """Undoes the warm-up in place: the recorded step must find its state where it will be."""
         self.optimizer.zero_grad()
         self.array.load_state_dict(saved)
+
+
+class _Kept(NamedTuple):
+    """A way that was recorded, and the time of its replay."""
+
+    time_s: float
+    way: str
+    graph: torch.cuda.CUDAGraph
+    losses: Tensor
 
 
 def _owned(leaf: Any) -> Any:
