@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from measured_rows import GAPS, Rows, read_rows
 from prediction import DEVICE
-from tables import GAPS, Rows, read_rows
 from traffic import CACHE_BYTES, StepWork, step_work
 
 from burstpool.cluster.catalogue import device_type

@@ -10,7 +10,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tables import FOREGROUNDS, GAPS, Rows, read_rows
+from measured_rows import GAPS, Rows, read_rows
+from tables import FOREGROUNDS
 
 from burstpool.report.svg import element, label, line, path, picture, rect, standalone
 

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tables import read_rows
+from measured_rows import read_rows
 
 from burstpool.cluster.catalogue import device_type
 from burstpool.job import load_job

@@ -8,7 +8,6 @@ shares of the threads, and to nothing at a slowdown of 1, although it cannot be 
 their `run`; of a pair the last one counts.
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-Rows = Sequence[Mapping[str, Any]]
-GAPS = ", gaps"
+from measured_rows import GAPS, Rows, read_rows
+
 MEAN_OVER, P95_OVER = 0.01, 0.05
 """What the mean and the p95 may be above the budget."""
 
@@ -36,17 +35,6 @@ def foreground_words(name: str) -> str:
     """`"vgg16:4"` → `"VGG-16, 4"`."""
     model, batch = name.split(":")
     return f"{FOREGROUNDS.get(model, model)}, {batch}"
-
-
-def read_rows(path: Path) -> Rows:
-    """What cuda.py wrote; where a file holds several runs, a pair's rows of the last run that has it."""
-    found = json.loads(path.read_text())
-    rows: Rows = found["rows"] if isinstance(found, dict) else found
-    last: dict[tuple[str, str], int] = {}
-    for row in rows:
-        pair = row["foreground"], row["background"]
-        last[pair] = max(last.get(pair, 0), row.get("run", 0))
-    return [row for row in rows if row.get("run", 0) == last[row["foreground"], row["background"]]]
 
 
 def mps_kept(points: Sequence[tuple[float, float]], slowdown: float) -> float | None:

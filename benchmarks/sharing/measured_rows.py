@@ -1,0 +1,27 @@
+"""Rows of the GPU benchmark, as cuda.py writes them and tables, pictures and comparisons read them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+GAPS = ", gaps"
+"""What the name of a way with a plan's gaps ends in."""
+
+
+def all_rows(path: Path) -> Rows:
+    """What cuda.py wrote."""
+    found = json.loads(path.read_text())
+    rows: Rows = found["rows"] if isinstance(found, dict) else found
+    return rows
+
+
+def read_rows(path: Path) -> Rows:
+    """Where a file holds several runs, a pair's rows of the last run that has it."""
+    rows = all_rows(path)
+    last: dict[tuple[str, str], int] = {}
+    for row in rows:
+        pair = row["foreground"], row["background"]
+        last[pair] = max(last.get(pair, 0), row.get("run", 0))
+    return [row for row in rows if row.get("run", 0) == last[row["foreground"], row["background"]]]
