@@ -193,6 +193,55 @@ def test_a_stopped_member_keeps_weights_buffers_and_slots_while_others_train_on(
     assert all(torch.equal(value, theirs[key]) for key, value in array.member(1).state_dict().items())
 
 
+def test_a_stopped_member_stays_as_it_is_when_the_array_is_resumed() -> None:
+    array, other = ready(), ready()
+    trained(array, 2)
+    array.stop(0)
+    before = array.member(0).checkpoint()
+    other.load_state_dict(array.state_dict())
+    trained(other, 2, start=2)
+    after = other.member(0).checkpoint()
+    assert after["active"] is False
+    for name, slot in before["optimizers"][0]["state"][0].items():
+        assert torch.equal(after["optimizers"][0]["state"][0][name], slot)
+    assert all(torch.equal(after["state"][key], value) for key, value in before["state"].items())
+
+
+@pytest.mark.parametrize("how", ["stopped", "not finite"])
+def test_a_member_that_was_saved_in_training_trains_on_where_another_had_stopped(how: str) -> None:
+    array, reference = ready(), ready()
+    trained(array, 2), trained(reference, 2)
+    saved = array.member(1).checkpoint()
+    if how == "stopped":
+        array.stop(1)
+    else:
+        array.load_member(1, saved["state"] | {"out.bias": torch.full((3,), torch.nan)})
+    trained(array, 1)
+    assert array.stopped() == [1]
+    array.resume_member(1, saved)
+    trained(array, 2, start=2), trained(reference, 2, start=2)
+    assert array.stopped() == []
+    theirs = reference.member(1).state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in array.member(1).state_dict().items())
+
+
+def test_a_stopped_member_keeps_what_it_is_loaded_with_and_trains_on_from_there_if_started() -> None:
+    array = ready()
+    trained(array, 2)
+    array.stop(1)
+    new = nets(5)[4].state_dict()
+    new["norm.running_mean"] += 3.0
+    array.load_member(1, new)
+    trained(array, 1, start=2)
+    assert all(torch.equal(value, new[key]) for key, value in array.member(1).state_dict().items())
+    array.start(1)
+    trained(array, 1, start=3)
+    assert array.stopped() == []
+    assert not any(
+        torch.equal(array.member(1).state_dict()[key], new[key]) for key in ("fc.weight", "norm.running_mean")
+    )
+
+
 def test_drop_and_split_carry_optimizer_state_and_streams() -> None:
     array, reference = ready(4), ready(4)
     for one in (array, reference):
@@ -262,6 +311,18 @@ def test_any_loss_function_of_one_members_output_works() -> None:
         torch.testing.assert_close(array.losses(X, function), expected)
     with pytest.raises(FusionError, match="must return one number"):
         array.losses(X, lambda out: out.sum(1))
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
+def test_torchs_old_words_for_a_reduction_are_known() -> None:
+    models = nets(p=0.0)
+    array = fuse(models, X)
+    for loss in (F.cross_entropy, nn.CrossEntropyLoss(size_average=False)):
+        old = {} if isinstance(loss, nn.Module) else {"size_average": False}
+        expected = torch.stack([F.cross_entropy(model(X), Y, reduction="sum") for model in models])
+        torch.testing.assert_close(array.losses(X, lambda out, loss=loss, old=old: loss(out, Y, **old)), expected)
+    with pytest.raises(FusionError, match="must return one number"):
+        array.losses(X, lambda out: F.mse_loss(out, torch.ones(4, 3), reduce=False))
 
 
 def test_two_forward_passes_may_share_one_backward_pass() -> None:
@@ -485,6 +546,19 @@ def test_models_group_by_the_shape_of_their_graphs() -> None:
     assert grouping.groups == ((0, 2), (1, 4), (3,))
     assert "has shape [6, 1, 3, 3]" in grouping.reasons[1]
     assert "array 2: 3 — apart because" in str(grouping)
+
+
+def test_a_model_that_is_apart_says_why_by_the_array_it_is_nearest_to() -> None:
+    def model(width: int, activation: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, width), activation)
+
+    given = [model(5, nn.ReLU()), model(8, nn.ReLU()), model(4, nn.ReLU()), model(8, nn.Tanh())]
+    grouping = group_models(given, [torch.zeros(2, 6)] * 4)
+    assert grouping.groups == ((0,), (1,), (2,), (3,))
+    reason = grouping.reasons[3]
+    assert "member 3 runs aten.tanh" in reason
+    assert "member 1 runs aten.relu" in reason
+    assert "array of member 1" in reason
 
 
 def test_jobs_group_by_model_optimizer_and_batch() -> None:

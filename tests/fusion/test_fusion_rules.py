@@ -467,6 +467,24 @@ def test_other_random_numbers_come_from_the_members_own_stream() -> None:
     assert_same_step(lambda seed: Calls(noisy, 5), rows(6, 5))
 
 
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_lengths_of_weights_are_each_members_own(dim: int | None) -> None:
+    def make(seed: int) -> nn.Module:
+        weight_norm = nn.utils.parametrizations.weight_norm
+        return nn.Sequential(weight_norm(nn.Conv1d(4, 6, 3), dim=dim), weight_norm(nn.Linear(3, 2), dim=dim))
+
+    array = assert_same_step(make, rows(4, 5))
+    assert {one.way for one in array.explain().operators if one.operator == "_weight_norm.default"} == {"rule"}
+
+
+def test_where_vmap_would_loop_by_itself_our_loop_runs_and_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    array = assert_same_step(lambda seed: nn.EmbeddingBag(9, 4, padding_idx=1), torch.randint(0, 9, (3, 4)))
+    [bag] = [one for one in array.explain().operators if one.operator.startswith("embedding_bag")]
+    assert bag.way == "loop"
+    assert "would loop more slowly" in bag.why
+    assert "performance drop" not in capfd.readouterr().err
+
+
 def test_numbers_may_differ_between_members() -> None:
     def make(seed: int) -> nn.Module:
         norm = nn.BatchNorm1d(4, momentum=0.1 * (seed + 1), eps=10.0 ** -(seed + 3))

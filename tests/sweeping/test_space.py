@@ -75,6 +75,8 @@ def test_whole_ranges_reach_both_ends_and_logarithmic_ones_are_even_in_the_logar
         (["width=float:1.0..2.0"], "takes whole numbers; give width=int:1..2"),
         (["width=int:1.5..2"], "must have whole ends"),
         (["lr=1,1"], "a value twice"),
+        (["lr=0.1,inf"], "lr=inf cannot be a trial's"),
+        (["lr=nan"], "lr=nan cannot be a trial's"),
         (["lr"], "not of the form name=value"),
         (["lr=1", "lr=2"], "given twice"),
     ],

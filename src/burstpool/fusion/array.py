@@ -259,11 +259,20 @@ class FusedArray:
         return Member(self, self._index(index))
 
     def load_member(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Overwrites one member's parameters and buffers with a state dict of the user's module."""
-        self.state.load(self._index(index), state)
+        """Overwrites one member's parameters and buffers with a state dict of the user's module.
+
+        A stopped member stays so; `start` trains it on.
+        """
+        index = self._index(index)
+        self.state.load(index, state)
+        if index in self._frozen:
+            self._freeze(index)
 
     def resume_member(self, index: int, saved: Mapping[str, Any]) -> None:
-        """Goes on with a member where `member(i).checkpoint()` of this or another array left it."""
+        """Goes on with a member where `member(i).checkpoint()` of this or another array left it.
+
+        Whether it trains is what it was then.
+        """
         checkpoint.load_member_state(self, self._index(index), saved)
 
     def stop(self, index: int) -> None:
@@ -272,7 +281,13 @@ class FusedArray:
         self.active[index] = False
         for optimizer in self.optimizers:
             optimizer.keeps_state = True
-        self._frozen[index] = {key: buffer[index].clone() for key, buffer in self.state.buffers.items()}
+        self._freeze(index)
+
+    def start(self, index: int) -> None:
+        """Trains a stopped member on, from where it is: its weights, buffers and optimizer state."""
+        index = self._index(index)
+        self.active[index] = True
+        self._frozen.pop(index, None)
 
     def stopped(self) -> list[int]:
         """Members that train no more: stopped, or their loss was not finite. Waits for the device."""
@@ -435,6 +450,10 @@ class FusedArray:
         if self._mode_name == "rules":
             return mode.plan(batched)
         return choose_lowerings(self, mode, batched, named, values, serial=self._mode_name == "fastest")
+
+    def _freeze(self, index: int) -> None:
+        """A stopped member's buffers stay what they are now."""
+        self._frozen[index] = {key: buffer[index].clone() for key, buffer in self.state.buffers.items()}
 
     def _restore_frozen(self) -> None:
         if self.recording:

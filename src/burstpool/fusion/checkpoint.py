@@ -41,6 +41,7 @@ def load_state_dict(array: "FusedArray", state: Mapping[str, Any]) -> None:
         for item, saved in zip(getattr(array, part), state[part], strict=True):
             item.load_state_dict(saved)
     for optimizer in array.optimizers:
+        optimizer.keeps_state |= bool(array._frozen)
         optimizer.pull()
 
 
@@ -54,6 +55,7 @@ def member_state(array: "FusedArray", index: int) -> dict[str, Any]:
         "schedulers": [scheduler.schedulers[index].state_dict() for scheduler in array.schedulers],
         "scalers": [scaler.member_state_dict(index) for scaler in array.scalers],
         "stream": array.streams.generators[index].get_state(),
+        "active": bool(array.active[index]),
     }
 
 
@@ -78,6 +80,10 @@ def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any])
         optimizer.load_member_state_dict(index, state)
     for scaler, state in zip(array.scalers, saved.get("scalers", ()), strict=True):
         scaler.load_member_state_dict(index, state)
+    if saved.get("active", True):
+        array.start(index)
+    else:
+        array.stop(index)
 
 
 def _hidden(array: "FusedArray", index: int) -> dict[str, torch.Tensor]:

@@ -71,14 +71,14 @@ class Groups:
     def place(self, job: "Job", model: nn.Module, *, batch: int | None = None) -> int:
         """The number of the group that the job, with its built model, goes to; a new one where it fits in none."""
         candidate = _candidate(job, model, batch)
-        reason = ""
+        reasons: list[_ApartError] = []
         for number, group in self._groups.items():
             try:
                 group.add(len(group.members), candidate)
                 return number
-            except FusionError as error:
-                reason = str(error)
-        return self.open(candidate, reason=reason)
+            except _ApartError as error:
+                reasons.append(error)
+        return self.open(candidate, reason=str(_nearest(reasons)) if reasons else "")
 
     def open(self, candidate: "_Candidate | None" = None, *, number: int | None = None, reason: str = "") -> int:
         """A new group; without a candidate it is one that no other job joins."""
@@ -117,6 +117,19 @@ class _Candidate:
     loss: Callable[..., Any] | None = None
 
 
+class _ApartError(FusionError):
+    """Why a candidate is not in a group; the more checks it has passed, the nearer it is to it."""
+
+    def __init__(self, error: FusionError, *, passed: int, reference: int) -> None:
+        super().__init__(str(error))
+        self.passed, self.reference = passed, reference
+
+
+def _nearest(reasons: Sequence[_ApartError]) -> _ApartError:
+    """Of several groups' the first that is nearest: the others differ in more."""
+    return max(reasons, key=lambda reason: reason.passed)
+
+
 class _Group:
     """A group in the making: its graph is captured when a second model of the same state comes."""
 
@@ -125,34 +138,52 @@ class _Group:
         self._mode: Mode | None = None
 
     def add(self, index: int, other: _Candidate) -> None:
-        """Takes the candidate in, or raises FusionError saying why not."""
+        """Takes the candidate in, or raises _ApartError saying why not."""
+        empty, reference, passed = skeleton(other.model), self.members[0], 0
+        try:
+            self._check_setting(other)
+            passed += 1
+            check_same_state(self.first.model, empty, member=index, reference=reference)
+            passed += 1
+            self._check_inputs(other)
+            passed += 1
+            self._captured().admit(empty, lambda: other.model, member=index, reference=reference)
+        except FusionError as error:
+            raise _ApartError(error, passed=passed, reference=reference) from error
+        self.members.append(index)
+
+    def _check_setting(self, other: _Candidate) -> None:
         if other.setting != self.first.setting:
             raise FusionError(f"it trains with {other.setting}, the other with {self.first.setting}")
         if self.first.loss and other.loss and not same_function(self.first.loss, other.loss):
             raise FusionError("its loss is not surely the other's: other code, or other values in it")
-        empty = skeleton(other.model)
-        check_same_state(self.first.model, empty, member=index)
+
+    def _check_inputs(self, other: _Candidate) -> None:
         if _shapes(other.example) != _shapes(self.first.example):
             raise FusionError(f"its input is {_shapes(other.example)}, the other's {_shapes(self.first.example)}")
+
+    def _captured(self) -> Mode:
         if self._mode is None:
             self._mode = Mode([self.first.model], lambda _: self.first.build(), self.first.example)
-        self._mode.admit(empty, lambda: other.model)
-        self.members.append(index)
+        return self._mode
 
 
 def _grouped(candidates: Sequence[_Candidate]) -> Grouping:
     groups: list[_Group] = []
     reasons: dict[int, str] = {}
     for index, candidate in enumerate(candidates):
+        apart: list[_ApartError] = []
         for group in groups:
             try:
                 group.add(index, candidate)
-                reasons.pop(index, None)
                 break
-            except FusionError as error:
-                reasons[index] = f"{error} (array of member {group.members[0]})"
+            except _ApartError as error:
+                apart.append(error)
         else:
             groups.append(_Group(index, candidate))
+            if apart:
+                nearest = _nearest(apart)
+                reasons[index] = f"{nearest} (array of member {nearest.reference})"
     return Grouping(tuple(tuple(group.members) for group in groups), reasons)
 
 

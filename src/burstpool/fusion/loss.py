@@ -10,7 +10,6 @@ Shapes: M = members, N = samples, C = classes.
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +19,12 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
+from burstpool.fusion.rules.fallback import without_vmaps_loop
 from burstpool.fusion.rules.losses import MEAN, SUM, cross_entropy
 
 _REDUCTIONS = {"mean": MEAN, "sum": SUM}
+_DEPRECATED = ("size_average", "reduce")
+"""torch's old words for a reduction; the slower ways know them."""
 
 
 def member_losses(function: Callable[..., Any], output: Any, own: Sequence[Any], shared: Sequence[Any]) -> Tensor:
@@ -46,8 +48,7 @@ def member_losses(function: Callable[..., Any], output: Any, own: Sequence[Any],
 
     tensors = [leaves[place] for place in places]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # vmap's own loop is slower than ours
+        with without_vmaps_loop():
             return torch.vmap(one)(*tensors)
     except FusionError:
         raise
@@ -89,6 +90,8 @@ class _Members:
             return NotImplemented
         bound = _signature(function).bind(*args, **(kwargs or {}))
         bound.apply_defaults()
+        if any(bound.arguments.get(name) is not None for name in _DEPRECATED):
+            return NotImplemented
         result = _KNOWN[function](**bound.arguments)
         return cls(result)
 
@@ -130,7 +133,7 @@ def _cross_entropy(
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def loss(input: Any, target: Any, reduction: str, weight: Any = None, pos_weight: Any = None, **_: Any) -> Tensor:
         x, wanted = _both(input, target)
-        if weight is not None or pos_weight is not None or _.get("reduce") or _.get("size_average"):
+        if weight is not None or pos_weight is not None:
             raise FusionError("weighted")
         if x.shape[-wanted.dim() :] != wanted.shape and x.shape != wanted.shape:
             raise FusionError("broadcast")

@@ -41,18 +41,20 @@ class Mode:
         self._constants: dict[int, tuple[Any, bool]] = {}
         self._numbers: dict[str, dict[str, PerMember]] | None = None
 
-    def admit(self, model: nn.Module, build: Callable[[], nn.Module]) -> None:
-        """Takes up a member whose graph has the same shape, or refuses it."""
+    def admit(
+        self, model: nn.Module, build: Callable[[], nn.Module], *, member: int | None = None, reference: int = 0
+    ) -> None:
+        """Takes up a member whose graph has the same shape, or refuses it, by the numbers of the two."""
         for index, other in enumerate(self._seen):
             if other is model or same_attributes(other, model):
                 self.operators.append(self.operators[index])
                 self.constants.append(self.constants[index])
                 break
         else:
-            member = len(self.operators)
+            member = len(self.operators) if member is None else member
             captured = _captured(build(), self.example, member)
             found = operators(captured)
-            check_same_graph(self.operators[0], found, member=member)
+            check_same_graph(self.operators[0], found, member=member, reference=reference)
             same = _same_all(self.operators[0], found)
             self.operators.append(self.operators[0] if same else found)
             self.constants.append(list(captured.constants.values()))

@@ -54,21 +54,21 @@ def checked_seeds(models: Sequence[nn.Module], seeds: Sequence[int] | None) -> l
     return found
 
 
-def check_same_state(first: nn.Module, other: nn.Module, *, member: int) -> None:
-    """Refuses a member whose parameters, buffers or modes are not those of member 0."""
+def check_same_state(first: nn.Module, other: nn.Module, *, member: int, reference: int = 0) -> None:
+    """Refuses a member whose parameters, buffers or modes are not those of the first; both by their numbers."""
     for kind in ("parameter", "buffer"):
         mine, theirs = _tensors(first, kind), _tensors(other, kind)
         for name in mine.keys() ^ theirs.keys():
-            owner, lacking = (0, member) if name in mine else (member, 0)
+            owner, lacking = (reference, member) if name in mine else (member, reference)
             raise FusionError(f"member {owner} has a {kind} {name!r}, member {lacking} has none; fuse them apart")
         for name, tensor in mine.items():
-            _check_tensor(tensor, theirs[name], f"{kind} {name!r}", member)
+            _check_tensor(tensor, theirs[name], f"{kind} {name!r}", member, reference)
     for (name, a), (_, b) in zip(first.named_modules(), other.named_modules(), strict=False):
         if a.training != b.training:
             modes = {True: "training", False: "eval"}
             raise FusionError(
-                f"module {name or 'itself'!r} of member {member} is in {modes[b.training]} mode, of member 0 in "
-                f"{modes[a.training]} mode; call .train() or .eval() on all of them"
+                f"module {name or 'itself'!r} of member {member} is in {modes[b.training]} mode, of member "
+                f"{reference} in {modes[a.training]} mode; call .train() or .eval() on all of them"
             )
 
 
@@ -77,14 +77,14 @@ def _tensors(model: nn.Module, kind: str) -> dict[str, torch.Tensor]:
     return dict(named(remove_duplicate=False))
 
 
-def _check_tensor(first: torch.Tensor, other: torch.Tensor, name: str, member: int) -> None:
+def _check_tensor(first: torch.Tensor, other: torch.Tensor, name: str, member: int, reference: int) -> None:
     for what in ("shape", "dtype", "device", "requires_grad"):
         a, b = getattr(first, what), getattr(other, what)
         if a != b:
             a, b = (list(a), list(b)) if what == "shape" else (a, b)
             raise FusionError(
-                f"{name} of member {member} has {what} {b}, of member 0 {a}; members of one array agree in it: "
-                "put this one in an array of its own"
+                f"{name} of member {member} has {what} {b}, of member {reference} {a}; members of one array agree in "
+                "it: put this one in an array of its own"
             )
 
 
@@ -177,19 +177,24 @@ def _described(value: Any) -> str:
     return type(value).__name__
 
 
-def check_same_graph(first: Sequence[Operator], other: Sequence[Operator], *, member: int) -> None:
-    """Refuses a member whose operators are not those of member 0."""
+def check_same_graph(first: Sequence[Operator], other: Sequence[Operator], *, member: int, reference: int = 0) -> None:
+    """Refuses a member whose operators are not those of the first; both by their numbers."""
     for a, b in zip(first, other, strict=False):
         if a.text != b.text:
             raise FusionError(
-                f"at operator {a.key!r} member {member} runs {b.text}, member 0 runs {a.text}; fuse them apart"
+                f"at operator {a.key!r} member {member} runs {b.text}, member {reference} runs {a.text}; "
+                "fuse them apart"
             )
         for name in a.numbers.keys() | b.numbers.keys():
             x, y = a.numbers.get(name), b.numbers.get(name)
             if type(x) is not type(y) and not (_is_number(x) and _is_number(y)):
-                raise FusionError(f"operator {a.key!r} of member {member} has {name}={y!r}, of member 0 {name}={x!r}")
+                raise FusionError(
+                    f"operator {a.key!r} of member {member} has {name}={y!r}, of member {reference} {name}={x!r}"
+                )
     if len(first) != len(other):
-        raise FusionError(f"member {member} runs {len(other)} operators, member 0 runs {len(first)}; fuse them apart")
+        raise FusionError(
+            f"member {member} runs {len(other)} operators, member {reference} runs {len(first)}; fuse them apart"
+        )
 
 
 def _is_number(value: Any) -> bool:

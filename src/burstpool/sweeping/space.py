@@ -164,6 +164,9 @@ def _typed(
     name: str, axis: Values | Range, first: Mapping[str, Any], function: Callable[..., Any], source: str
 ) -> Values | Range:
     accepted = [check_settings(function, {**first, name: value}, source=source)[name] for value in _ends(axis)]
+    for value in accepted:  # a sweep's files are JSON, which has no others
+        if isinstance(value, float) and not math.isfinite(value):
+            raise JobError(f"{name}={value} cannot be a trial's; give a finite number, or a word that the job reads")
     if isinstance(axis, Range):
         if inspect.signature(function).parameters[name].annotation in (int, "int") and not axis.whole:
             raise JobError(f"{name} of {source} takes whole numbers; give {name}=int:{axis.low:g}..{axis.high:g}")

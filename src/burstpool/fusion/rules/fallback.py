@@ -4,9 +4,9 @@ vmap is tried on tensors without data when the plan is made; an operator that it
 slow loop of its own, runs in our loop. Random operators always do, each member with its own stream.
 """
 
+import contextlib
 import functools
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from burstpool.fusion.rules.base import Call, Kernel, Lowered, PerMember, Run, caller
 
 _TRIAL_MEMBERS = 2
+_NO_LOOP = "fallback"
+"""A word of torch's refusal."""
 
 
 def fallback(call: Call) -> Lowered:
@@ -60,14 +62,24 @@ def _vmap_problem(call: Call) -> str | None:
     """None where vmap has a rule of its own for the operator."""
     try:
         arguments = [_trial(value, call) for value in call.arguments.values()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with without_vmaps_loop():
             _vmap(call)(None, *arguments)
-    except Warning:
-        return "has no rule and would loop more slowly"
     except Exception as error:
-        return (str(error).splitlines() or [type(error).__name__])[0][:120]
+        why = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        return "has no rule and would loop more slowly" if _NO_LOOP in why else why
     return None
+
+
+@contextlib.contextmanager
+def without_vmaps_loop() -> Iterator[None]:
+    """vmap refuses what it has no rule for, instead of a loop and a warning on standard error at each call."""
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
 
 
 def _trial(value: Any, call: Call) -> Any:

@@ -184,10 +184,25 @@ def _rms_norm(call: Call) -> Lowered | None:
     return Lowered(kernel=kernel, why="normalised together, scaled by each member's own weight")
 
 
+def _weight_norm(call: Call) -> Lowered | None:
+    """A weight of direction v and length g; lengths along all dimensions but one, or along all."""
+    if not call.is_batched("v") or not call.is_batched("g") or call.per_member():
+        return None
+    rank, kept = call.rank("v"), call["dim"]
+    along = [dim + 1 for dim in range(rank) if kept == -1 or dim != kept % rank]
+
+    def kernel(run: Run, v: Tensor, g: Tensor, dim: int) -> Tensor:
+        lengths: Tensor = torch.linalg.vector_norm(v, dim=along, keepdim=True)
+        return v * (g.view_as(lengths) / lengths)
+
+    return Lowered(kernel=kernel, why="each member's own lengths")
+
+
 RULES: dict[Callable[..., Any], Rule] = {
     aten.batch_norm: _folded_norm,
     aten.instance_norm: _folded_norm,
     aten.group_norm: _group_norm,
     aten.layer_norm: _layer_norm,
     aten.rms_norm: _rms_norm,
+    aten._weight_norm: _weight_norm,
 }
