@@ -79,6 +79,31 @@ def test_pieces_that_take_longer_than_known_pile_up_no_further_than_a_queue(cloc
     assert 100 < max(late) <= 128
 
 
+@pytest.mark.parametrize("saving_s", [0.1, 1.0])
+def test_a_foreground_that_stops_to_write_a_checkpoint_takes_nothing_from_the_background(
+    clock: Clock, saving_s: float
+) -> None:
+    def shared(saving_s: float) -> SharedGpu:
+        def watch(gpu: SharedGpu) -> bool:
+            saves = bool(saving_s) and gpu.foreground.steps.step % 20 == 0
+            if saves:
+                clock.wait_for(lambda: not gpu.foreground.steps.stream.queue)
+                clock.sleep(saving_s)
+            return saves
+
+        gpu = SharedGpu(
+            job(clock, STEP_S, stream=Stream(clock, cost=0.5)), [background(clock, *[2e-4] * 20)], BUDGET, watch=watch
+        )
+        gpu.run(200)
+        return gpu
+
+    without, found = shared(0.0), shared(saving_s)
+    assert found.controller.pause_debt_s == 0
+    assert max(found.measured.step_s) < 1.5 * STEP_S
+    assert found.measured.paused_s == {}
+    assert sum(found.measured.background_s) > 0.85 * sum(without.measured.background_s)
+
+
 @pytest.mark.parametrize("every_s", [0.0, 0.122])
 def test_work_for_a_gap_runs_in_that_gap(clock: Clock, every_s: float) -> None:
     """However late the next samples come."""

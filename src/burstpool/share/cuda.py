@@ -262,12 +262,18 @@ class _Sharing:
     def _autocast(self) -> Any:
         return self.request.options.autocast
 
-    def _watch(self, gpu: SharedGpu) -> None:
+    def _watch(self, gpu: SharedGpu) -> bool:
+        """Writes checkpoints and shows progress; whether the foreground had to wait for it."""
         every = self.request.options.checkpoint_every
         step = gpu.foreground.steps.step
-        if every and step % every == 0 and step < self.request.steps:
+        saves = bool(every) and step % every == 0 and step < self.request.steps
+        if saves:
             torch.cuda.synchronize()
             self._save(gpu.foreground, self.folder.checkpoints)
+        self._show(gpu)
+        return saves
+
+    def _show(self, gpu: SharedGpu) -> None:
         now_s = time.monotonic()
         if self.observer is None or now_s - self._seen_s < _VIEW_S or not gpu.measured.step_s:
             return

@@ -92,19 +92,22 @@ class SharedGpu:
         budget: Budget,
         *,
         program: Sequence[int | Idle] | None = None,
-        watch: Callable[["SharedGpu"], None] | None = None,
+        watch: Callable[["SharedGpu"], bool | None] | None = None,
         allow_nan: bool = False,
         evictions: Evictions | None = None,
     ) -> None:
         """`program`: the foreground's pieces by number, and gaps between them; all pieces without gaps if None.
 
-        `evictions`: who makes room in the GPU's memory; None where all stay.
+        `watch` is called after each step was launched, and says whether it has held up the next one for the
+        foreground's own sake. `evictions`: who makes room in the GPU's memory; None where all stay.
         """
         self.foreground, self.backgrounds = foreground, list(backgrounds)
         self._program = list(program) if program is not None else list(range(len(foreground.steps.pieces)))
         self._watch, self._allow_nan, self._evictions = watch, allow_nan, evictions
         self._resumed: dict[int, torch.cuda.Event] = {}
         """Step → the moment, on the device, at which the foreground went on after it was stopped before it."""
+        self._own_pauses: dict[int, torch.cuda.Event] = {}
+        """The same where it had stopped for itself, as to write a checkpoint."""
         self._restarts = 0
         gaps = [Gap(length_s=part.length_s) for part in self._program if isinstance(part, Idle)]
         self.controller = Controller(budget, gaps=gaps)
@@ -135,8 +138,8 @@ class SharedGpu:
             ends = [*ends[-2:], windows[0].end]
             if len(ends) > 1:
                 self._settle(step - 1, ends[:-1])
-            if self._watch is not None:
-                self._watch(self)
+            if self._watch is not None and self._watch(self):
+                self._own_pauses[step + 1] = recorded(self.foreground.steps.stream, timing=True)
             if self._evictions is not None and self._evictions.look():
                 self._resumed[step + 1] = recorded(self.foreground.steps.stream, timing=True)
         if ends:
@@ -227,25 +230,29 @@ class SharedGpu:
         ends[-1].synchronize()
         done = self.launches.ended(step, ends[-1])
         if len(ends) > 1:
-            time_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
-            resumed = self._resumed.pop(step, None)
-            paused_s = float(ends[-2].elapsed_time(resumed)) / 1e3 if resumed is not None else 0.0
-            self._observe(time_s, self.launches.work_in(step, time_s, done), paused_s=max(paused_s, 0.0))
+            own_s = _until(ends[-2], self._own_pauses.pop(step, None))
+            paused_s = max(_until(ends[-2], self._resumed.pop(step, None)) - own_s, 0.0)
+            whole_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
+            work = self.launches.work_in(step, whole_s, done)
+            self._observe(whole_s - own_s, work, paused_s=paused_s, stopped=own_s > _LEAST_PAUSE_S)
         self._read_foreground()
         for background in self.backgrounds:
             background.look_after()
             if background.ended or background.where == "away":
                 self.launches.prices.forget(id(background))
 
-    def _observe(self, time_s: float, work: Work, *, paused_s: float) -> None:
-        """A pause is measured as a part of the step; the controller is told of it apart."""
+    def _observe(self, time_s: float, work: Work, *, paused_s: float, stopped: bool) -> None:
+        """A pause for a background is measured as a part of the step; the controller is told of it apart.
+
+        `stopped`: the foreground had stopped for itself before the step, which is no part of it.
+        """
         paused = paused_s > _LEAST_PAUSE_S
         if paused:
             self.measured.paused_s[len(self.measured.step_s)] = paused_s
             self.controller.charge_pause(paused_s)
         taken = StepTaken(time_s=max(time_s - paused_s, 1e-9), overlapped_s=work.overlapped_s, in_gaps_s=work.in_gaps_s)
         self._allowance = self.controller.observe(taken)
-        if not paused:
+        if not paused and not stopped:
             self.launches.learn(taken, work.pieces)
         self.measured.step_s.append(time_s)
         self.measured.background_s.append(work.length_s)
@@ -255,6 +262,11 @@ class SharedGpu:
         if not self.foreground.read(all_of_them=all_of_them) and not self._allow_nan:
             bad = next(i for i, x in enumerate(self.foreground.losses[before:], before) if not math.isfinite(x[0]))
             raise RunError(not_finite(self.foreground.losses[bad][0], bad))
+
+
+def _until(end: torch.cuda.Event, resumed: torch.cuda.Event | None) -> float:
+    """Seconds from a step's end to when the foreground went on; 0 where it did not stop."""
+    return max(float(end.elapsed_time(resumed)) / 1e3, 0.0) if resumed is not None else 0.0
 
 
 @contextlib.contextmanager
