@@ -227,6 +227,7 @@ class Fleeting:
     name, ended, steps_done, next_s, next_place = "fleeting", "", 0, 1e-3, 0
     queue = None
     where: Any = "here"
+    leaves_by_itself = True
 
     def __init__(self) -> None:
         self.done_s = 0.0
@@ -247,6 +248,46 @@ class Fleeting:
     def close(self) -> None: ...
     def leave(self, *, at_once: bool = False) -> None: ...
     def come_back(self) -> None: ...
+
+
+def test_a_background_that_comes_back_does_not_catch_up_on_the_others(clock: Clock) -> None:
+    stayed, left = Fleeting(), Fleeting()
+    got: list[tuple[float, float]] = []
+
+    def watch(gpu: SharedGpu) -> None:
+        got.append((stayed.done_s, left.done_s))
+        left.where = "away" if 40 <= len(got) < 160 else "here"
+
+    SharedGpu(job(clock, STEP_S), [stayed, left], BUDGET, watch=watch).run(220)
+    before, since = (tuple(b - a for a, b in zip(got[i], got[j], strict=True)) for i, j in ((0, 39), (165, 219)))
+    assert before[1] == pytest.approx(before[0], abs=2e-3)
+    assert since[0] > 0.01
+    assert since[1] == pytest.approx(since[0], abs=2e-3)
+
+
+def test_one_that_leaves_by_itself_is_not_waited_for(clock: Clock) -> None:
+    class Leaving(Fleeting):
+        told: list[bool]
+
+        def leave(self, *, at_once: bool = False) -> None:
+            self.told.append(at_once)
+            self.where = "leaving"
+
+    found = []
+    for by_itself in (True, False):
+        job_that_leaves = Leaving()
+        job_that_leaves.told, job_that_leaves.leaves_by_itself = [], by_itself
+        stay = Stay(held_bytes=10, first_pause_s=0.1)
+        evictions = Evictions(
+            [job_that_leaves], [stay], memory=lambda: Memory(0, 100), clock=clock.monotonic, slowdown=1.1
+        )
+        for _ in range(30):
+            evictions.look()
+            clock.sleep(0.1)
+        found.append(job_that_leaves.told)
+    assert not any(found[0])
+    assert len(found[0]) > 20
+    assert any(found[1])
 
 
 def test_work_that_ends_while_it_is_looked_at_is_counted(clock: Clock) -> None:

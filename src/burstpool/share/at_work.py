@@ -193,6 +193,8 @@ class PieceSpan(NamedTuple):
 class BackgroundWork:
     """A captured background job: hands out one piece after the other, as long as its samples come."""
 
+    leaves_by_itself = False
+
     def __init__(self, work: JobAtWork) -> None:
         self.name, self.work = work.name, work
         self.steps_done = 0

@@ -36,6 +36,8 @@ class Evictable(Protocol):
     ended: str
     """Why it is not run any more; empty while it is."""
     where: Where
+    leaves_by_itself: bool
+    """Whether it leaves while this thread goes on; being told to leave at once then means to wait for it."""
 
     def leave(self, *, at_once: bool = False) -> None:
         """Goes out of the GPU's memory, or does something towards it; again until it is away. Never raises.
@@ -92,7 +94,7 @@ class Evictions:
         now_s = self._clock()
         for job, stay in zip(self._jobs, self.stays, strict=True):
             if job.where == "leaving":
-                self._leave(job, stay, at_once=now_s - stay.since_s > _PATIENCE_S)
+                self._leave(job, stay, at_once=now_s - stay.since_s > _PATIENCE_S and not job.leaves_by_itself)
                 return True
             if job.where == "returning":
                 self._come_back(job, stay)

@@ -31,6 +31,8 @@ _PLACES = 3
 """Batches that may be loaded ahead."""
 _START_S = 120.0
 """How long a process may take to import what it needs."""
+_KILLED_S = 1.0
+"""How long it is waited for after it was killed."""
 
 
 class Feeder:
@@ -125,7 +127,8 @@ class Feeder:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            # One that waits for a disk or a network file system dies when that answers, which may be never.
+            self._process.join(_KILLED_S)
             self._failure.close()
             self._process = None
 

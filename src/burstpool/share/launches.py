@@ -124,6 +124,10 @@ class Launches:
         self._stuck: set[int] = set()
         """Backgrounds with a piece that may never end."""
         self.prices = Prices()
+        self._gone: set[int] = set()
+        """Backgrounds that were away when they were last looked at."""
+        self._missed_s: dict[int, float] = {}
+        """What others have got while a background was away; it does not catch up."""
 
     @property
     def is_waiting(self) -> bool:
@@ -237,8 +241,19 @@ class Launches:
 
     def _in_turn(self) -> list[Filler]:
         """The background jobs that are here, neither over nor stuck, those that have got least first."""
-        here = (x for x in self._backgrounds if not x.ended and x.where in ("here", "leaving"))
-        return sorted((x for x in here if id(x) not in self._stuck), key=lambda background: background.done_s)
+        here = [x for x in self._backgrounds if not x.ended and x.where in ("here", "leaving")]
+        gone = {id(x) for x in self._backgrounds if x.where not in ("here", "leaving")}
+        for background in here:
+            if id(background) in self._gone:
+                others = [self._got_s(x) for x in here if id(x) not in self._gone]
+                missed_s = min(others, default=0.0) - background.done_s
+                self._missed_s[id(background)] = max(missed_s, self._missed_s.get(id(background), 0.0))
+        self._gone = gone
+        return sorted((x for x in here if id(x) not in self._stuck), key=self._got_s)
+
+    def _got_s(self, background: Filler) -> float:
+        """Its work so far, with what it has missed."""
+        return background.done_s + self._missed_s.get(id(background), 0.0)
 
     def _factor(self, background: Filler, allowed: _Allowed | None) -> float:
         """What its next piece costs the foreground, over what average work does; in gaps nobody asks."""

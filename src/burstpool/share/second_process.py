@@ -57,6 +57,8 @@ class Posted:
 class SecondProcess:
     """A `Filler` (see `at_work.py`) whose pieces are whole steps of another process."""
 
+    leaves_by_itself = True
+
     def __init__(
         self,
         name: str,
