@@ -8,6 +8,7 @@ import torch
 
 from burstpool.errors import CaptureError
 from burstpool.share import width
+from burstpool.share.capabilities import Capabilities
 from burstpool.share.width import PARTS, Together, Widths, best_width, digest
 
 
@@ -91,12 +92,26 @@ class Whole:
     device, priority = torch.device("cuda", 0), 0
 
 
+def there_are_parts(monkeypatch: pytest.MonkeyPatch, *, no_parts: str = "") -> None:
+    monkeypatch.setattr(width, "confined_stream", lambda device, share, priority: share)
+    monkeypatch.setattr(width, "capabilities", lambda device: Capabilities(no_parts=no_parts, side_by_side=False))
+
+
+def test_without_parts_nothing_is_tried_but_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    there_are_parts(monkeypatch, no_parts="the driver is too old")
+    monkeypatch.setattr(width, "together", lambda _, steps, seconds: tried(1.3, 0.1))
+    steps: Any = Moved({})
+    widths = Widths(steps, steps)
+    assert widths.left_out == dict.fromkeys(PARTS, "the driver is too old")
+    assert (widths.take(slowdown=1.1), steps.captures) == (1.0, 0)
+
+
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_a_part_with_other_numbers_is_left_out_unless_the_job_has_others_each_time(
     reproducible: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = itertools.count()
-    monkeypatch.setattr(width, "confined_stream", lambda device, share, priority: share)
+    there_are_parts(monkeypatch)
     monkeypatch.setattr(width, "together", lambda _, steps, seconds: tried(1.3, 0.1))
     monkeypatch.setattr(width, "_fingerprint", lambda steps: [steps.stream == 0.5] if reproducible else [next(count)])
     steps: Any = Moved({})
@@ -106,7 +121,7 @@ def test_a_part_with_other_numbers_is_left_out_unless_the_job_has_others_each_ti
 def test_a_part_that_cannot_be_tried_is_left_out_and_the_background_stays_where_it_can_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(width, "confined_stream", lambda device, share, priority: share)
+    there_are_parts(monkeypatch)
     monkeypatch.setattr(width, "_fingerprint", lambda steps: [0])
     monkeypatch.setattr(width, "together", lambda _, steps, seconds: tried(1.3, 0.3 if steps.stream == 0.5 else 0.1))
     refused: dict[float, Exception] = {0.75: torch.OutOfMemoryError("full"), 0.3: CaptureError("no such part")}

@@ -16,11 +16,16 @@ Handle = ctypes.c_void_p
 
 def call(name: str, *arguments: Any) -> None:
     """Calls it."""
-    function = getattr(_driver(), name, None)
-    if function is None:
-        raise CaptureError(f"the CUDA driver is too old: it has no {name}")
+    check_has(name)
+    function = getattr(_driver(), name)
     if status := function(*arguments):
         raise CaptureError(f"{name} of the CUDA driver failed with status {status}")
+
+
+def check_has(name: str) -> None:
+    """Raises where the driver has no such function."""
+    if not hasattr(_driver(), name):
+        raise CaptureError(f"the CUDA driver is too old: it has no {name}")
 
 
 @functools.cache

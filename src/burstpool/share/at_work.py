@@ -223,7 +223,7 @@ class BackgroundWork:
         """See `Filler`."""
         try:
             return self._launch(gate)
-        except Exception as error:  # whatever its optimizer or its schedule does between graphs
+        except (Exception, SystemExit) as error:  # whatever its optimizer or its schedule does between graphs
             self.end(in_a_line(error))
             return None
 

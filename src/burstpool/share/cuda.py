@@ -37,6 +37,7 @@ from burstpool.share.base import (
     refuse_fp16,
     refuse_used,
 )
+from burstpool.share.capabilities import capabilities
 from burstpool.share.evictions import Evictions, Stay
 from burstpool.share.feeding import Feeder
 from burstpool.share.gpu import SharedGpu, alone_in_a_group, streams
@@ -178,7 +179,7 @@ class _Sharing:
         free_bytes, _ = torch.cuda.mem_get_info()
         try:
             beside.filler = self._filler(beside)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
             beside.reason = " ".join(words.split())[:300]
             _LOG.warning("background %s is left out: %s", beside.wanted.name, beside.reason)
@@ -195,7 +196,10 @@ class _Sharing:
         except CaptureError as error:
             if len(sources) > 1:
                 raise
-            _LOG.warning("background %s runs as a process of its own: %s", wanted.name, error)
+            how = (
+                "beside the foreground's, by MPS" if capabilities(0).side_by_side else "in turns with the foreground's"
+            )
+            _LOG.warning("background %s runs as a process of its own, %s: %s", wanted.name, how, error)
         give_back()
         process = SecondProcess(
             wanted.name,

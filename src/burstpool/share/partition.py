@@ -25,6 +25,15 @@ _WITH_DEFAULT_STREAM, _NON_BLOCKING = 1, 1
 """Flags that the driver requires."""
 
 
+MADE_WITH = (
+    "cuDevSmResourceSplitByCount",
+    "cuDevResourceGenerateDesc",
+    "cuGreenCtxCreate",
+    "cuGreenCtxStreamCreate",
+)
+"""The driver's functions that a part takes, after the resource is known."""
+
+
 class _Resource(ctypes.Structure):
     """The driver's `CUdevResource`."""
 
@@ -37,13 +46,19 @@ class _Resource(ctypes.Structure):
     )
 
 
+def whole_device(device_index: int) -> tuple[ctypes.c_int, _Resource]:
+    """The driver's number of the device, and all its multiprocessors; CaptureError where they cannot be had."""
+    place, whole = ctypes.c_int(), _Resource()
+    call("cuDeviceGet", ctypes.byref(place), ctypes.c_int(device_index))
+    call("cuDeviceGetDevResource", place, ctypes.byref(whole), ctypes.c_uint(_MULTIPROCESSORS))
+    return place, whole
+
+
 @functools.cache
 def confined_stream(device_index: int, share: float, priority: int) -> torch.cuda.Stream:
     """A stream on at least this share of the multiprocessors; the same one every time. CaptureError where it cannot."""
-    place = ctypes.c_int()
-    call("cuDeviceGet", ctypes.byref(place), ctypes.c_int(device_index))
-    whole, part, rest = _Resource(), _Resource(), _Resource()
-    call("cuDeviceGetDevResource", place, ctypes.byref(whole), ctypes.c_uint(_MULTIPROCESSORS))
+    place, whole = whole_device(device_index)
+    part, rest = _Resource(), _Resource()
     count, wanted = ctypes.c_uint(1), max(round(share * whole.num_multiprocessors), 1)
     call(
         "cuDevSmResourceSplitByCount",

@@ -23,6 +23,7 @@ import torch
 
 from burstpool.errors import CaptureError
 from burstpool.share.at_work import Steps, in_a_line, move, recorded
+from burstpool.share.capabilities import capabilities
 from burstpool.share.partition import confined_stream
 from burstpool.share.pieces import Piece
 
@@ -79,6 +80,9 @@ class Widths:
         """Share of the multiprocessors → what came out; those of `left_out` are missing."""
         self.left_out: dict[float, str] = {}
         """Parts that are not, and why."""
+        if no_parts := capabilities(whole.device.index).no_parts:
+            self.left_out = dict.fromkeys(PARTS, no_parts)
+            return
         wanted = _fingerprint(background)
         reproducible = _fingerprint(background) == wanted
         for share in PARTS:
@@ -90,7 +94,7 @@ class Widths:
                     raise CaptureError("a step's numbers differ there")
                 self.tried[share] = together(foreground, background, seconds=_TRY_S)
                 self._streams[share] = stream
-            # A driver or a GPU without parts, a step that cannot run on one, or no memory to try it.
+            # A GPU without such a part, a step that cannot run on one, or no memory to try it.
             except (CaptureError, RuntimeError) as error:
                 self.left_out[share] = in_a_line(error)
                 _LOG.info("no background on %.0f%% of the GPU: %s", 100 * share, self.left_out[share])
