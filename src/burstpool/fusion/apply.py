@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from burstpool.fusion.updates import Bucket, Chunk, Formula, shrinking, takes_gradients_as_they_are
+from burstpool.fusion.updates import Bucket, Chunk, Formula, real, shrinking, takes_gradients_as_they_are, width
 
 _CHUNK_BYTES = 1 << 18
 """Of one operand; a formula touches about five."""
@@ -24,11 +24,11 @@ def apply_at_once(
 ) -> None:
     """One update of all parameters. Members where `mask_M` is false keep theirs."""
     members = len(bucket.step_M)
-    mine: list[Tensor] = [parameters[key] for key in bucket.keys]
-    grad_MP = _flat([p.grad for p in mine if p.grad is not None], members)
+    mine = [real(parameters[key].detach()) for key in bucket.keys]
+    grad_MP = _flat([_gradient(parameters[key], members) for key in bucket.keys])
     shrink_M1 = shrinking(bucket)
     needs_values = bucket.flags["decays"] and shrink_M1 is None
-    param_MP = _flat([p.detach() for p in mine], members) if needs_values else grad_MP
+    param_MP = _flat([p.reshape(members, -1) for p in mine]) if needs_values else grad_MP
     direction_MP, size_M1 = formula(bucket, grad_MP, param_MP)
     delta_MP = direction_MP * size_M1
     if mask_M is not None:
@@ -47,7 +47,8 @@ def apply_in_chunks(
     """The same, piece by piece."""
     members = len(bucket.step_M)
     flat = {
-        key: (parameters[key].detach().view(members, -1), _gradient(parameters[key], members)) for key in bucket.keys
+        key: (real(parameters[key].detach()).view(members, -1), _gradient(parameters[key], members))
+        for key in bucket.keys
     }
     if mask_M is None and takes_gradients_as_they_are(bucket):
         for param_MP, grad_MP in flat.values():
@@ -71,17 +72,16 @@ def apply_in_chunks(
 
 def _gradient(parameter: nn.Parameter, members: int) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad.reshape(members, -1)
+    return real(parameter.grad).reshape(members, -1)
 
 
 def _masked_factor(factor_M1: Tensor, mask_M: Tensor | None) -> Tensor:
     return factor_M1 if mask_M is None else torch.where(mask_M.unsqueeze(1), factor_M1, torch.ones_like(factor_M1))
 
 
-def _flat(tensors: Sequence[Tensor], members: int) -> Tensor:
-    """Tensors [M, …] end to end, [M, P]."""
-    rows = [tensor.reshape(members, -1) for tensor in tensors]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+def _flat(pieces: Sequence[Tensor]) -> Tensor:
+    """Rows end to end, [M, P]."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 1)
 
 
 def _chunks(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[Chunk]:
@@ -89,13 +89,13 @@ def _chunks(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[Chun
     members = len(bucket.step_M)
     chunks, start = [], 0
     for key in bucket.keys:
-        width = parameters[key].numel() // members
-        count = max(1, _CHUNK_BYTES // max(1, width * parameters[key].element_size()))
+        columns = width(parameters[key])
+        count = max(1, _CHUNK_BYTES // max(1, parameters[key].element_size() * parameters[key].numel() // members))
         for first in range(0, members, count):
             rows = slice(first, min(first + count, members))
-            slots = {name: slot[rows, start : start + width] for name, slot in bucket.slots.items()}
+            slots = {name: slot[rows, start : start + columns] for name, slot in bucket.slots.items()}
             numbers = {name: number[rows] for name, number in bucket.numbers.items()}
             piece = Bucket([key], bucket.group, numbers, bucket.flags, bucket.step_M[rows], slots)
             chunks.append(Chunk(key, rows, piece))
-        start += width
+        start += columns
     return chunks

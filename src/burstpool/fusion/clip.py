@@ -34,5 +34,5 @@ def clip_grad_norm(
     # A member without a limit keeps its gradient to the bit, even one that is not finite.
     factor_M = torch.where(torch.isinf(limit_M), torch.ones_like(factor_M), factor_M)
     for gradient in gradients:
-        gradient.mul_(factor_M.view(-1, *[1] * (gradient.dim() - 1)).to(gradient.dtype))
+        gradient.mul_(factor_M.view(-1, *[1] * (gradient.dim() - 1)).to(gradient.dtype.to_real()))
     return norm_M

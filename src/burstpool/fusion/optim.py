@@ -21,7 +21,7 @@ from burstpool.fusion import kernels
 from burstpool.fusion.apply import apply_at_once, apply_in_chunks
 from burstpool.fusion.gradients import forget_gradients
 from burstpool.fusion.options import Factory, flags, for_member, load_numbers, numbers, proxy
-from burstpool.fusion.updates import UPDATES, Bucket, Update
+from burstpool.fusion.updates import UPDATES, Bucket, Update, real, width
 
 _EXACT = ("lr", "beta1", "beta2", "lr_decay")
 """Numbers that are also kept in double precision, where torch computes with Python's."""
@@ -193,9 +193,9 @@ class FusedOptimizer:
 
     def fresh(self, bucket: Bucket, name: str) -> Tensor:
         """A slot before any step."""
-        width = sum(self.parameters[key][0].numel() for key in bucket.keys)
+        columns = sum(width(self.parameters[key]) for key in bucket.keys)
         first = self.parameters[bucket.keys[0]]
-        slot = torch.zeros(len(self.active), width, dtype=first.dtype, device=first.device)
+        slot = torch.zeros(len(self.active), columns, dtype=first.dtype.to_real(), device=first.device)
         return slot.add_(bucket.numbers["initial_accumulator_value"]) if name == "sum" else slot
 
     def _with_gradients(self) -> list[Bucket]:
@@ -238,7 +238,7 @@ class FusedOptimizer:
         if found != bucket.flags:
             bucket.chunks = None  # they hold flags of their own
         bucket.flags = found
-        dtype, device = self.parameters[bucket.keys[0]].dtype, self.active.device
+        dtype, device = self.parameters[bucket.keys[0]].dtype.to_real(), self.active.device
         read = [numbers(group) for group in groups]
         # What a schedule adds (`initial_lr`) a new member has only when its schedule is made.
         columns = {name: [mine[name] for mine in read] for name in read[0] if all(name in mine for mine in read)}
@@ -305,12 +305,9 @@ class FusedOptimizer:
             # Before its first step a member has no state, as torch's own; but Adagrad's, which begins with one.
             if "sum" not in bucket.slots and float(bucket.step_M[index]) == 0:
                 continue
-            shapes = [self.parameters[key].shape[1:] for key in bucket.keys]
-            for name, slot in bucket.slots.items():
-                for key, part, shape in zip(
-                    bucket.keys, torch.split(slot[index], [s.numel() for s in shapes]), shapes, strict=True
-                ):
-                    state.setdefault(order.index(key), {})[name] = part.view(shape).clone()
+            for name, pieces in self._pieces(bucket.keys, bucket.slots).items():
+                for key, piece in pieces.items():
+                    state.setdefault(order.index(key), {})[name] = _shaped(piece[index].clone(), self.parameters[key])
             for key in bucket.keys:
                 if counts_steps:
                     state.setdefault(order.index(key), {})["step"] = bucket.step_M[index].float().cpu()
@@ -339,7 +336,7 @@ class FusedOptimizer:
                 if first is None or first.get(name) is None:
                     slot[index] = self.fresh(bucket, name)[index]
                 else:
-                    slot[index] = torch.cat([saved[key][name].reshape(-1) for key in bucket.keys])
+                    slot[index] = torch.cat([real(saved[key][name]).reshape(-1) for key in bucket.keys])
 
     def state_dict(self) -> dict[str, Any]:
         """All members' state and numbers."""
@@ -395,8 +392,14 @@ class FusedOptimizer:
 
     def _pieces(self, keys: Sequence[str], slots: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """Slot → parameter → its columns."""
-        sizes = [self.parameters[key][0].numel() for key in keys]
+        sizes = [width(self.parameters[key]) for key in keys]
         return {name: dict(zip(keys, torch.split(slot, sizes, 1), strict=True)) for name, slot in slots.items()}
+
+
+def _shaped(values: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A member's columns as a tensor like its parameter, in the same memory."""
+    shape = parameter.shape[1:]
+    return torch.view_as_complex(values.view(*shape, 2)) if parameter.is_complex() else values.view(shape)
 
 
 def _set(columns: dict[str, Tensor], name: str, values: Tensor, device: torch.device) -> None:

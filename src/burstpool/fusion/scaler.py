@@ -56,7 +56,7 @@ class LossScaler:
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 continue
-            parameter.grad.mul_(factor_M.view(-1, *[1] * (parameter.dim() - 1)).to(parameter.grad.dtype))
+            parameter.grad.mul_(factor_M.view(-1, *[1] * (parameter.dim() - 1)).to(parameter.grad.dtype.to_real()))
             overflow_M |= ~torch.isfinite(parameter.grad.reshape(members, -1)).all(1)
         self._overflow_M.copy_(overflow_M)  # in place, as all state here: a recorded step finds it again
         self._unscaled = True

@@ -5,6 +5,8 @@ and how far to go along it [M, 1]. They follow torch.optim's own order of operat
 rounding. State is written in place, for a recorded step to find it again; weight decay that is apart from the
 gradient (AdamW) is the caller's: `shrinking`.
 
+A complex parameter is updated as torch does it: as real numbers, twice as many.
+
 Shapes: M = members, P = all of a member's parameters in the bucket, end to end; numbers are [M, 1].
 """
 # ruff: noqa: N803, N806, N815 -- shape suffixes are capitals
@@ -17,6 +19,16 @@ import torch
 from torch import Tensor
 
 
+def real(tensor: Tensor) -> Tensor:
+    """A complex tensor [M, …] as its parts [M, …, 2], in the same memory."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def width(parameter: Tensor) -> int:
+    """P of one stacked parameter."""
+    return parameter[0].numel() * (2 if parameter.is_complex() else 1)
+
+
 @dataclass(slots=True)
 class Bucket:
     """Parameters that are updated together: one group, one type, the same number of steps."""
@@ -24,13 +36,13 @@ class Bucket:
     keys: list[str]
     group: int
     numbers: dict[str, Tensor]
-    """Option → [M, 1], in the parameters' type."""
+    """Option → [M, 1], in the parameters' type; for complex ones that of their parts."""
     flags: Mapping[str, Any]
     """Options that are no numbers, the same for all members."""
     step_M: Tensor
     """Steps each member has made, counting this one."""
     slots: dict[str, Tensor]
-    """torch's name → [M, P]."""
+    """torch's name → [M, P], real: a complex parameter has two columns an element."""
     chunks: "list[Chunk] | None" = None
     """Pieces that fit into a CPU's cache; made when first needed."""
 
