@@ -90,7 +90,7 @@ def test_complex_parameters_train_as_alone(
         assert_close(array.optimizers[0].member_state_dict(index)["state"], optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize(("factory", "options"), OPTIMIZERS[:-1], ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(("factory", "options"), OPTIMIZERS, ids=lambda v: getattr(v, "__name__", ""))
 def test_complex_state_goes_in_and_out_bit_exact(factory: Callable[..., Any], options: dict[str, Any]) -> None:
     array, alone, theirs = pair(factory, options)
     train_one(alone[1], theirs[1], 3)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from burstpool.errors import FusionError
+from burstpool.fusion.copied import copied
 
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
@@ -15,19 +16,19 @@ _PARTS = ("optimizers", "schedulers", "scalers")
 
 
 def state_dict(array: "FusedArray") -> dict[str, Any]:
-    """Tensors are copies; the dict goes through torch.save and torch.load(weights_only=True)."""
+    """All of it copies; the dict goes through torch.save and torch.load(weights_only=True)."""
     return {
         "schema_version": SCHEMA_VERSION,
         "members": [array.state.member(index, persistent=False) for index in range(len(array))],
         "streams": array.streams.states(),
         "active": array.active.clone(),
-        "frozen": {index: {k: v.clone() for k, v in saved.items()} for index, saved in array._frozen.items()},
+        "frozen": copied(array._frozen),
         **{part: [item.state_dict() for item in getattr(array, part)] for part in _PARTS},
     }
 
 
 def load_state_dict(array: "FusedArray", state: Mapping[str, Any]) -> None:
-    """Everything as it was, bit for bit."""
+    """Everything as it was, bit for bit; nothing of the dict is kept."""
     _check(array, state)
     tensors = array.state.tensors
     with torch.no_grad():
@@ -36,7 +37,7 @@ def load_state_dict(array: "FusedArray", state: Mapping[str, Any]) -> None:
                 tensors[array.state.aliases[key]][index].copy_(value)
         array.active.copy_(state["active"])
     array.streams.restore(state["streams"])
-    array._frozen = {int(index): dict(saved) for index, saved in state["frozen"].items()}
+    array._frozen = {int(index): copied(dict(saved)) for index, saved in state["frozen"].items()}
     for part in _PARTS:
         for item, saved in zip(getattr(array, part), state[part], strict=True):
             item.load_state_dict(saved)
@@ -52,7 +53,7 @@ def member_state(array: "FusedArray", index: int) -> dict[str, Any]:
         "state": array.state.member(index),
         "hidden": _hidden(array, index),
         "optimizers": [optimizer.member_state_dict(index) for optimizer in array.optimizers],
-        "schedulers": [scheduler.schedulers[index].state_dict() for scheduler in array.schedulers],
+        "schedulers": [scheduler.member_state_dict(index) for scheduler in array.schedulers],
         "scalers": [scaler.member_state_dict(index) for scaler in array.scalers],
         "stream": array.streams.generators[index].get_state(),
         "active": bool(array.active[index]),
@@ -75,7 +76,7 @@ def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any])
             array.state.buffers[key][index].copy_(value)
     array.streams.generators[index].set_state(saved["stream"])
     for scheduler, state in zip(array.schedulers, saved["schedulers"], strict=True):
-        scheduler.schedulers[index].load_state_dict(state)
+        scheduler.load_member_state_dict(index, state)
     for optimizer, state in zip(array.optimizers, saved["optimizers"], strict=True):
         optimizer.load_member_state_dict(index, state)
     for scaler, state in zip(array.scalers, saved.get("scalers", ()), strict=True):

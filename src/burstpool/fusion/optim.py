@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from burstpool.errors import FusionError
 from burstpool.fusion import kernels
 from burstpool.fusion.apply import apply_at_once, apply_in_chunks
+from burstpool.fusion.copied import copied
 from burstpool.fusion.gradients import forget_gradients
 from burstpool.fusion.options import Factory, flags, for_member, load_numbers, numbers, proxy
 from burstpool.fusion.updates import UPDATES, Bucket, Update, real, width
@@ -311,7 +312,7 @@ class FusedOptimizer:
             for key in bucket.keys:
                 if counts_steps:
                     state.setdefault(order.index(key), {})["step"] = bucket.step_M[index].float().cpu()
-        exported = self.proxies[index].state_dict()["param_groups"]
+        exported = copied(self.proxies[index].state_dict()["param_groups"])
         for group, described in zip(exported, self.settings.groups, strict=True):
             group["params"] = [order.index(key) for key in described["keys"]]
         return {"state": dict(sorted(state.items())), "param_groups": exported}
@@ -342,14 +343,14 @@ class FusedOptimizer:
         """All members' state and numbers."""
         buckets = [
             {
-                "keys": b.keys,
+                "keys": list(b.keys),
                 "group": b.group,
                 "step": b.step_M.clone(),
                 "slots": {k: v.clone() for k, v in b.slots.items()},
             }
             for b in self.buckets
         ]
-        return {"buckets": buckets, "numbers": [p.state_dict()["param_groups"] for p in self.proxies]}
+        return {"buckets": buckets, "numbers": [copied(p.state_dict()["param_groups"]) for p in self.proxies]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same array's optimizer as it was."""

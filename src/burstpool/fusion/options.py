@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from burstpool.errors import FusionError
+from burstpool.fusion.copied import copied
 
 Factory = Callable[..., torch.optim.Optimizer]
 
 
 def for_member(options: Mapping[str, Any], member: int, members: int) -> dict[str, Any]:
     """The options of one member."""
-    return {name: _value(name, value, member, members) for name, value in options.items()}
+    mine = {name: _value(name, value, member, members) for name, value in options.items()}
+    # A schedule writes into a rate that is a tensor, so each member has its own.
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in mine.items()}
 
 
 def _value(name: str, value: Any, member: int, members: int) -> Any:
@@ -60,7 +63,7 @@ def load_numbers(proxy: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any
             f"the optimizer's state has {len(groups)} groups of parameters, this one {len(proxy.param_groups)}"
         )
     for mine, saved in zip(proxy.param_groups, groups, strict=True):
-        mine.update({name: value for name, value in saved.items() if name not in ("params", "param_names")})
+        mine.update(copied({name: value for name, value in saved.items() if name not in ("params", "param_names")}))
 
 
 def flags(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

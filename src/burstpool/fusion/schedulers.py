@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from burstpool.errors import FusionError
+from burstpool.fusion.copied import copied
 from burstpool.fusion.optim import ArrayOptimizer
 from burstpool.fusion.options import for_member
 
@@ -71,9 +72,22 @@ class ArrayScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Where each schedule is."""
-        return {"members": [scheduler.state_dict() for scheduler in self.schedulers]}
+        return {"members": [self.member_state_dict(member) for member in range(len(self.schedulers))]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts each schedule back to where it was."""
-        for scheduler, saved in zip(self.schedulers, state["members"], strict=True):
-            scheduler.load_state_dict(saved)
+        if len(state["members"]) != len(self.schedulers):
+            raise FusionError(
+                f"the schedule was saved with {len(state['members'])} members; this one has {len(self.schedulers)}"
+            )
+        for member, saved in enumerate(state["members"]):
+            self.load_member_state_dict(member, saved)
+
+    def member_state_dict(self, index: int) -> dict[str, Any]:
+        """Where one member's schedule is, in torch's own format."""
+        found: dict[str, Any] = copied(self.schedulers[index].state_dict())
+        return found
+
+    def load_member_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
+        """Puts one member's schedule back to where it was."""
+        self.schedulers[index].load_state_dict(copied(dict(state)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from burstpool.errors import FusionError
+from burstpool.fusion.copied import copied
 from burstpool.fusion.gradients import forget_gradients
 
 if TYPE_CHECKING:
@@ -97,15 +98,15 @@ class SlicedOptimizer:
 
     def member_state_dict(self, index: int) -> dict[str, Any]:
         """One member's state, torch's own."""
-        return self.proxies[index].state_dict()
+        return copied(self.proxies[index].state_dict())
 
     def load_member_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
         """One member's state and numbers, torch's own."""
-        self.proxies[index].load_state_dict(dict(state))
+        _load(self.proxies[index], state)
 
     def state_dict(self) -> dict[str, Any]:
         """All members' states."""
-        return {"members": [made.state_dict() for made in self.proxies]}
+        return {"members": [copied(made.state_dict()) for made in self.proxies]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same array's optimizer as it was."""
@@ -114,4 +115,18 @@ class SlicedOptimizer:
                 f"the optimizer was saved with {len(state['members'])} members; this one has {len(self.proxies)}"
             )
         for made, saved in zip(self.proxies, state["members"], strict=True):
-            made.load_state_dict(saved)
+            _load(made, saved)
+
+
+def _load(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    saved = copied(dict(state))
+    optimizer.load_state_dict(saved)
+    places = [place for group in saved["param_groups"] for place in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, parameter in zip(places, parameters, strict=True):
+        for name, value in saved["state"].get(place, {}).items():
+            # torch casts a number of state, as NAdam's product of momenta, to the parameters' type: it would go on
+            # with another number of digits than before.
+            if isinstance(value, Tensor) and value.dim() == 0 and parameter.dim() > 0:
+                slots = optimizer.state[parameter]
+                slots[name] = value.to(slots[name].device)
