@@ -165,3 +165,39 @@ def test_loading_a_state_keeps_the_optimizers_tensors_where_a_recorded_step_find
     assert optimizer.buckets[0].slots["momentum_buffer"] is slot
     assert not slot.any()
     assert not steps.any()
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": [True, True, False]}], ids=["fused", "one after another"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_what_a_new_member_is_not_given_is_what_the_first_of_the_present_ones_was(
+    options: dict[str, Any], scheduled: bool
+) -> None:
+    array = fuse(built(make, 3), X.double())
+    optimizer = array.optimizer(torch.optim.SGD, lr=[0.1, 0.2, 0.4], momentum=[0.5, 0.6, 0.7], **options)
+    if scheduled:
+        array.scheduler(torch.optim.lr_scheduler.StepLR, step_size=[1, 2, 3], gamma=[0.5, 0.25, 0.125])
+    train(array)
+    if scheduled:
+        array.schedulers[0].step(), array.schedulers[0].step()
+    array.drop(0)
+    new = array.admit(built(make, 4)[3])
+    group = optimizer.proxies[new].param_groups[0]
+    assert (group["lr"], group["momentum"]) == (0.2, 0.6)
+    if scheduled:
+        assert (array.schedulers[0].schedulers[new].step_size, array.schedulers[0].schedulers[new].gamma) == (2, 0.25)
+    array.admit(built(make, 5)[4], momentum=0.9)
+    away = array.split([3, 1])  # the one with momentum 0.9 comes first
+    away.admit(built(make, 6)[5])
+    assert [p.param_groups[0]["momentum"] for p in away.optimizers[0].proxies] == [0.9, 0.7, 0.9]
+    assert [p.param_groups[0]["momentum"] for p in optimizer.proxies] == [0.6, 0.6]
+    train(array), train(away)
+
+
+def test_a_new_members_groups_have_the_rates_that_the_first_ones_were_given() -> None:
+    array = fuse(built(make, 2), X.double())
+    groups = [{"keys": ["weight"], "lr": [0.5, 0.25]}, {"keys": ["bias"]}]
+    optimizer = array.optimizer(torch.optim.SGD, lr=0.1, groups=groups)
+    array.scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5).step()
+    array.drop(0)
+    array.admit(built(make, 3)[2])
+    assert [group["lr"] for group in optimizer.proxies[1].param_groups] == [0.25, 0.1]

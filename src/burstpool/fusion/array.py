@@ -326,7 +326,7 @@ class FusedArray:
         """Adds a model of the same shape as the last member, with a fresh optimizer state; returns its index.
 
         `options` are its optimizer options, `scheduler` its arguments of the schedule; what is left out is what
-        member 0 was given. `job` is what it was made of, for an array that was made from jobs.
+        the first of the present members was given. `job` is what it was made of, for an array that was made from jobs.
         """
         index = len(self)
         self._forget_sizes()

@@ -11,7 +11,7 @@ Shapes: M = members, P = all of a member's parameters in a bucket.
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +92,9 @@ def make_optimizer(
     from burstpool.fusion.slices import SlicedOptimizer
 
     settings = Settings(factory, options, parameters, len(active))
-    proxies = [settings.proxy(member) for member in range(len(active))]
+    proxies = [settings.proxy(given) for given in settings.given]
     update = UPDATES.get(type(proxies[0]))
-    shared = all(flags([p.param_groups[g] for p in proxies]) is not None for g in range(len(settings.groups)))
+    shared = all(flags([p.param_groups[g] for p in proxies]) is not None for g in range(len(settings.keys)))
     if update is None or not shared:
         return SlicedOptimizer(settings, proxies, parameters, active)
     return FusedOptimizer(settings, proxies, update, parameters, active)
@@ -106,31 +106,59 @@ class Settings:
     def __init__(
         self, factory: Factory, options: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], members: int
     ) -> None:
-        self.factory, self.members = factory, members
-        self.options = {name: value for name, value in options.items() if name != "groups"}
+        self.factory = factory
         named = list(options.get("groups") or [])
         taken = [key for group in named for key in group["keys"]]
         if unknown := [key for key in taken if key not in parameters]:
             raise FusionError(f"there is no parameter {unknown[0]!r}; groups name parameters by their state-dict keys")
         rest = [key for key in parameters if key not in taken]
-        self.groups: list[dict[str, Any]] = [dict(group) for group in named]
+        groups = [dict(group) for group in named]
         # A group of frozen parameters alone is none: the user's optimizer has no such group.
         if any(parameters[key].requires_grad for key in rest) or not named:
-            self.groups.insert(0, {"keys": rest})
+            groups.insert(0, {"keys": rest})
+        self.keys: list[list[str]] = [list(group["keys"]) for group in groups]
+        """Of each group."""
+        own = [{k: v for k, v in group.items() if k != "keys"} for group in groups]
+        common = {name: value for name, value in options.items() if name != "groups"}
+        self.given = [
+            Given(for_member(common, member, members), [for_member(group, member, members) for group in own])
+            for member in range(members)
+        ]
+        """Of each member."""
 
-    def proxy(self, member: int) -> torch.optim.Optimizer:
-        """One member's numbers."""
-        options = for_member(self.options, member, self.members)
-        groups = [for_member({k: v for k, v in g.items() if k != "keys"}, member, self.members) for g in self.groups]
-        return proxy(self.factory, options, groups)
+    @property
+    def order(self) -> list[str]:
+        """All keys, as torch counts parameters."""
+        return [key for keys in self.keys for key in keys]
 
-    def admitted(self, first: torch.optim.Optimizer, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """A new member's numbers; what is left out is what member 0 was given."""
-        group = first.param_groups[0]  # where a schedule has changed the rate, the one it started with
-        initial = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
-        base = {**for_member(self.options, 0, self.members), **initial, **options}
-        groups = [for_member({k: v for k, v in g.items() if k != "keys"}, 0, self.members) for g in self.groups]
-        return proxy(self.factory, base, groups)
+    def proxy(self, given: "Given") -> torch.optim.Optimizer:
+        """A member's numbers."""
+        return proxy(self.factory, given.options, given.groups)
+
+    def for_new(self, options: Mapping[str, Any]) -> "Given":
+        """A new member's options; what is left out is what the first of the present members was given."""
+        first = self.given[0]
+        return Given({**first.options, **options}, first.groups)
+
+    def kept(self, indices: Sequence[int]) -> "Settings":
+        """The settings of these members, in this order."""
+        other = copy.copy(self)
+        other.given = [self.given[index] for index in indices]
+        return other
+
+    def with_one_more(self, given: "Given") -> "Settings":
+        """The settings with a new member, the last."""
+        other = copy.copy(self)
+        other.given = [*self.given, given]
+        return other
+
+
+class Given(NamedTuple):
+    """What one member's optimizer was asked for."""
+
+    options: dict[str, Any]
+    groups: list[dict[str, Any]]
+    """What each group has of its own."""
 
 
 class FusedOptimizer:
@@ -211,8 +239,8 @@ class FusedOptimizer:
         return [bucket for bucket in self.buckets if bucket.keys[0] in present]
 
     def _add_buckets(self, keys: set[str]) -> None:
-        for group, described in enumerate(self.settings.groups):
-            mine = [key for key in described["keys"] if key in keys]
+        for group, known in enumerate(self.settings.keys):
+            mine = [key for key in known if key in keys]
             kinds = {key: (self.parameters[key].dtype, self._has_kernel(key, at_least=_LARGE)) for key in mine}
             for kind in dict.fromkeys(kinds.values()):
                 same = [key for key in mine if kinds[key] == kind]
@@ -261,14 +289,16 @@ class FusedOptimizer:
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Refuses options that a new member cannot have."""
-        new = self.settings.admitted(self.proxies[0], options)
+        new = self.settings.proxy(self.settings.for_new(options))
         for mine, theirs in zip(self.proxies[0].param_groups, new.param_groups, strict=True):
             if flags([mine, theirs]) is None:
-                raise FusionError("a new member may differ in numbers only; its other options must be member 0's")
+                raise FusionError(
+                    "a new member may differ in numbers only; its other options must be those of the first one"
+                )
 
     def keep(self, indices: Sequence[int], active: Tensor) -> None:
         """Only these members, in this order."""
-        self.active = active
+        self.active, self.settings = active, self.settings.kept(indices)
         self.proxies = [self.proxies[index] for index in indices]
         chosen = torch.tensor(indices, device=active.device)
         for bucket in self.buckets:
@@ -286,8 +316,9 @@ class FusedOptimizer:
 
     def admit(self, options: Mapping[str, Any], active: Tensor) -> None:
         """One more member, with a fresh state."""
-        self.active = active
-        self.proxies.append(self.settings.admitted(self.proxies[0], options))
+        given = self.settings.for_new(options)
+        self.active, self.settings = active, self.settings.with_one_more(given)
+        self.proxies.append(self.settings.proxy(given))
         start = numbers(self.proxies[-1].param_groups[0]).get("initial_accumulator_value", 0.0)
         for bucket in self.buckets:
             bucket.step_M = torch.cat([bucket.step_M, torch.zeros_like(bucket.step_M[:1])])
@@ -299,7 +330,7 @@ class FusedOptimizer:
 
     def member_state_dict(self, index: int) -> dict[str, Any]:
         """One member's state as torch's optimizer over its parameters alone would give it."""
-        order = [key for group in self.settings.groups for key in group["keys"]]
+        order = self.settings.order
         state: dict[int, dict[str, Tensor]] = {}
         counts_steps = not isinstance(self.proxies[index], torch.optim.SGD)
         for bucket in self.buckets:
@@ -313,14 +344,14 @@ class FusedOptimizer:
                 if counts_steps:
                     state.setdefault(order.index(key), {})["step"] = bucket.step_M[index].float().cpu()
         exported = copied(self.proxies[index].state_dict()["param_groups"])
-        for group, described in zip(exported, self.settings.groups, strict=True):
-            group["params"] = [order.index(key) for key in described["keys"]]
+        for group, keys in zip(exported, self.settings.keys, strict=True):
+            group["params"] = [order.index(key) for key in keys]
         return {"state": dict(sorted(state.items())), "param_groups": exported}
 
     @torch.no_grad()
     def load_member_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
         """One member's state and numbers, as `member_state_dict` or torch's optimizer alone gave them."""
-        order = [key for group in self.settings.groups for key in group["keys"]]
+        order = self.settings.order
         saved = {order[place]: slots for place, slots in state["state"].items()}
         load_numbers(self.proxies[index], state["param_groups"])
         self.pull()  # its numbers may ask for state that the array did not have

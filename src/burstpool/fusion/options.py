@@ -18,9 +18,7 @@ Factory = Callable[..., torch.optim.Optimizer]
 
 def for_member(options: Mapping[str, Any], member: int, members: int) -> dict[str, Any]:
     """The options of one member."""
-    mine = {name: _value(name, value, member, members) for name, value in options.items()}
-    # A schedule writes into a rate that is a tensor, so each member has its own.
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in mine.items()}
+    return {name: _value(name, value, member, members) for name, value in options.items()}
 
 
 def _value(name: str, value: Any, member: int, members: int) -> Any:
@@ -35,14 +33,16 @@ def _value(name: str, value: Any, member: int, members: int) -> Any:
 
 def proxy(factory: Factory, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
     """torch's optimizer with a member's numbers and nothing to optimise; a group for each of the array's."""
-    described = [
-        {"params": [nn.Parameter(torch.zeros(1))], **{k: v for k, v in group.items() if k != "keys"}}
-        for group in groups
-    ]
+    described = [{"params": [nn.Parameter(torch.zeros(1))], **_own(group)} for group in groups]
     try:
-        return factory(described, **options)
+        return factory(described, **_own(options))
     except (TypeError, ValueError) as error:
         raise FusionError(f"{getattr(factory, '__name__', 'the optimizer')} refuses {dict(options)}: {error}") from None
+
+
+def _own(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule writes into a rate that is a tensor, so each member has its own."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, float]:

@@ -101,7 +101,7 @@ class LossScaler:
         return other
 
     def admit(self, active: Tensor) -> None:
-        """One more member, with member 0's options."""
+        """One more member, with the first one's options."""
         self._given.append(dict(self._given[0]))
         self._spread(active.device)
         self._overflow_M = torch.cat([self._overflow_M, torch.zeros_like(self._overflow_M[:1])])

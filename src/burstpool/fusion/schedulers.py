@@ -65,7 +65,7 @@ class ArrayScheduler:
         self.schedulers = [self.schedulers[index] for index in indices]
 
     def admit(self, options: Mapping[str, Any]) -> None:
-        """A schedule for the optimizer's newest member; what is left out is what member 0 was given."""
+        """A schedule for the optimizer's newest member; what is left out is what the first member was given."""
         self._given.append({**self._given[0], **options})
         self.schedulers.append(self._made(self._given[-1], len(self.schedulers)))
         self.optimizer.pull()

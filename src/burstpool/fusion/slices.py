@@ -26,7 +26,6 @@ class SlicedOptimizer:
         active: Tensor,
     ) -> None:
         self.settings, self.parameters, self.active = settings, parameters, active
-        self.keys = [list(group["keys"]) for group in settings.groups]
         self.keeps_state = True
         self.proxies: list[torch.optim.Optimizer] = []
         for made in proxies:
@@ -35,12 +34,12 @@ class SlicedOptimizer:
     def _fill(self, made: torch.optim.Optimizer) -> None:
         """Gives a member's optimizer, the last, its slices in the place of the proxy's nothing."""
         member = len(self.proxies)
-        for group, keys in zip(made.param_groups, self.keys, strict=True):
+        for group, keys in zip(made.param_groups, self.settings.keys, strict=True):
             group["params"] = [nn.Parameter(self.parameters[key].data[member]) for key in keys]
         self.proxies.append(made)
 
     def _slices(self, member: int) -> list[tuple[nn.Parameter, str]]:
-        groups = zip(self.proxies[member].param_groups, self.keys, strict=True)
+        groups = zip(self.proxies[member].param_groups, self.settings.keys, strict=True)
         return [(p, key) for group, keys in groups for p, key in zip(group["params"], keys, strict=True)]
 
     def step(self, skip: Tensor | None = None) -> None:
@@ -67,7 +66,7 @@ class SlicedOptimizer:
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Refuses what the class itself refuses."""
-        self.settings.admitted(self.proxies[0], options)
+        self.settings.proxy(self.settings.for_new(options))
 
     def _rebind(self) -> None:
         """Points every slice to its place in the array's present memory; the optimizers keep their state."""
@@ -77,7 +76,7 @@ class SlicedOptimizer:
 
     def keep(self, indices: Sequence[int], active: Tensor) -> None:
         """Only these members, in this order."""
-        self.active = active
+        self.active, self.settings = active, self.settings.kept(indices)
         self.proxies = [self.proxies[index] for index in indices]
         self._rebind()
 
@@ -92,8 +91,9 @@ class SlicedOptimizer:
 
     def admit(self, options: Mapping[str, Any], active: Tensor) -> None:
         """One more member, with a fresh state."""
-        self.active = active
-        self._fill(self.settings.admitted(self.proxies[0], options))
+        given = self.settings.for_new(options)
+        self.active, self.settings = active, self.settings.with_one_more(given)
+        self._fill(self.settings.proxy(given))
         self._rebind()
 
     def member_state_dict(self, index: int) -> dict[str, Any]:
