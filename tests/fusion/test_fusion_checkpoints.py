@@ -22,6 +22,7 @@ OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
     (optim.AdamW, {"lr": torch.tensor(0.01)}),
     (optim.RMSprop, {"momentum": 0.5, "centered": True}),
     (optim.Adagrad, {}),
+    (optim.Adagrad, {"maximize": [True, False, False]}),
     (optim.Adadelta, {}),
     (optim.SGD, {"nesterov": [True, False, True], "momentum": 0.9}),
     (optim.Adam, {"amsgrad": [True, False, True]}),

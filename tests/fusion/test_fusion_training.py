@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_alone import train_alone
+from fusion_alone import built, train_alone
 from torch import Tensor, nn
 
+from burstpool.errors import FusionError
 from burstpool.fusion import fuse
 from burstpool.fusion.apply import apply_at_once
 from burstpool.job import Job, load_job
@@ -201,6 +202,10 @@ OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
     (torch.optim.Rprop, {"lr": [0.1, 0.01, 0.03]}),
     (torch.optim.Adamax, {"lr": [0.1, 0.01, 0.03]}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": [True, False, True]}),
+    (
+        torch.optim.Adagrad,
+        {"lr": 0.1, "initial_accumulator_value": [0.0, 0.1, 1.0], "maximize": [True, False, True]},
+    ),
 ]
 
 
@@ -230,6 +235,58 @@ def test_optimizer_equals_torch_on_the_member_alone(
         for key, value in model.state_dict().items():
             torch.testing.assert_close(array.member(index).state_dict()[key], value, rtol=1e-12, atol=1e-13)
         assert_same_slots(optimizer.member_state_dict(index), theirs[index].state_dict())
+
+
+def unbiased(seed: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Linear(5, 2, bias=False))
+
+
+def test_muon_trains_members_as_alone_and_they_come_and_go() -> None:
+    """It takes matrices only: what checks the options has to see parameters of the members' own shapes."""
+    models, x = built(unbiased, 4), torch.randn(6, 3).double()
+    alone = [copy.deepcopy(model) for model in models]
+    array = fuse(models[:3], x)
+    optimizer = array.optimizer(torch.optim.Muon, lr=[0.1, 0.02, 0.03], momentum=[0.9, 0.5, 0.95])
+    schedule = array.scheduler(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=[0.5, 0.25, 0.5])
+    for step in range(6):
+        if step == 3:
+            array.drop(0)
+            saved = array.state_dict()
+            array.admit(models[3], lr=0.04)
+        array.losses(x, lambda out: out.square().mean()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    options = {1: {"lr": 0.02, "momentum": 0.5}, 2: {"lr": 0.03, "momentum": 0.95}, 3: {"lr": 0.04, "momentum": 0.5}}
+    gammas, steps = {1: 0.25, 2: 0.5, 3: 0.25}, {1: 6, 2: 6, 3: 3}
+    for place, member in enumerate((1, 2, 3)):
+        theirs = torch.optim.Muon(alone[member].parameters(), **options[member])  # type: ignore[arg-type]
+        rates = torch.optim.lr_scheduler.StepLR(theirs, step_size=2, gamma=gammas[member])
+        for _ in range(steps[member]):
+            alone[member](x).square().mean().backward()
+            theirs.step()
+            theirs.zero_grad()
+            rates.step()
+        # Muon's own products are in bfloat16; of gradients that agree to 1e-15 they are the same, nearly always.
+        assert_same_state(array.member(place).state_dict(), alone[member].state_dict())
+        assert_same_slots(optimizer.member_state_dict(place), theirs.state_dict())
+    array.drop(2)
+    array.load_state_dict(saved)
+    torch.testing.assert_close(array.state_dict()["optimizers"], saved["optimizers"], rtol=0, atol=0)
+
+
+def test_muon_refuses_vectors_in_one_sentence() -> None:
+    array = fuse(built(lambda seed: Two(), 2), torch.randn(5, 3).double())
+    with pytest.raises(FusionError, match=r"Muon refuses .*: Muon only supports 2D parameters .*\[4\]"):
+        array.optimizer(torch.optim.Muon, lr=[0.1, 0.2])
+    assert array.optimizers == []
+
+
+def test_a_parameter_in_two_groups_is_refused() -> None:
+    array = fuse(built(lambda seed: Two(), 2), torch.randn(5, 3).double())
+    groups = [{"keys": ["a.weight"], "lr": 0.5}, {"keys": ["a.weight", "b.weight"]}]
+    with pytest.raises(FusionError, match="more than one parameter group"):
+        array.optimizer(torch.optim.SGD, lr=0.1, groups=groups)
 
 
 def test_parameters_without_gradients_are_passed_over_as_torch_does() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from burstpool.errors import FusionError
+from burstpool.fusion.options import stand_ins
 
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
@@ -37,14 +38,11 @@ def attach(array: "FusedArray", jobs: "Sequence[Job]") -> None:
 
 
 def _stand_ins(array: "FusedArray") -> tuple[dict[int, str], list[nn.Parameter]]:
-    """One member's parameters in shape only, which take no memory, and their keys.
+    """Stand-ins for one member's parameters, and their keys.
 
     With them a job's groups of parameters (no decay for biases) come out as the user made them.
     """
-    made = {
-        key: nn.Parameter(parameter.new_zeros(()).expand(parameter.shape[1:]), requires_grad=parameter.requires_grad)
-        for key, parameter in array.named_parameters()
-    }
+    made = stand_ins(array.state.parameters)
     return {id(parameter): key for key, parameter in made.items()}, list(made.values())
 
 

@@ -21,7 +21,7 @@ from burstpool.fusion import kernels
 from burstpool.fusion.apply import apply_at_once, apply_in_chunks
 from burstpool.fusion.copied import copied
 from burstpool.fusion.gradients import forget_gradients
-from burstpool.fusion.options import Factory, flags, for_member, load_numbers, numbers, proxy
+from burstpool.fusion.options import Factory, flags, for_member, load_numbers, made, numbers, stand_ins
 from burstpool.fusion.updates import UPDATES, Bucket, Update, real, width
 
 _EXACT = ("lr", "beta1", "beta2", "lr_decay")
@@ -96,7 +96,7 @@ def make_optimizer(
     update = UPDATES.get(type(proxies[0]))
     shared = all(flags([p.param_groups[g] for p in proxies]) is not None for g in range(len(settings.keys)))
     if update is None or not shared:
-        return SlicedOptimizer(settings, proxies, parameters, active)
+        return SlicedOptimizer(settings, parameters, active)
     return FusedOptimizer(settings, proxies, update, parameters, active)
 
 
@@ -106,7 +106,7 @@ class Settings:
     def __init__(
         self, factory: Factory, options: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], members: int
     ) -> None:
-        self.factory = factory
+        self.factory, self._stand_ins = factory, stand_ins(parameters)
         named = list(options.get("groups") or [])
         taken = [key for group in named for key in group["keys"]]
         if unknown := [key for key in taken if key not in parameters]:
@@ -132,8 +132,14 @@ class Settings:
         return [key for keys in self.keys for key in keys]
 
     def proxy(self, given: "Given") -> torch.optim.Optimizer:
-        """A member's numbers."""
-        return proxy(self.factory, given.options, given.groups)
+        """A member's numbers, over nothing that could be trained."""
+        proxy = self.optimizer(given, self._stand_ins)
+        proxy.state.clear()  # Adagrad begins with some, as large as the parameters
+        return proxy
+
+    def optimizer(self, given: "Given", parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """torch's own, over one member's parameters."""
+        return made(self.factory, given.options, given.groups, [[parameters[key] for key in k] for k in self.keys])
 
     def for_new(self, options: Mapping[str, Any]) -> "Given":
         """A new member's options; what is left out is what the first of the present members was given."""

@@ -1,7 +1,7 @@
-"""Options: each member's own numbers of an optimizer, held by M of torch's own optimizers over nothing.
+"""Options: each member's own numbers of an optimizer, held by M of torch's own optimizers over stand-ins.
 
-torch's classes check the numbers, fill in defaults, and are what torch's schedulers act upon; the array reads the
-numbers off them. A list gives one value a member; a tuple, as `betas`, is one value.
+torch's classes check numbers and the parameters' shapes, fill in defaults, and are what torch's schedulers act upon;
+the array reads the numbers off them. A list gives one value a member; a tuple, as `betas`, is one value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +31,22 @@ def _value(name: str, value: Any, member: int, members: int) -> Any:
     return value[member]
 
 
-def proxy(factory: Factory, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-    """torch's optimizer with a member's numbers and nothing to optimise; a group for each of the array's."""
-    described = [{"params": [nn.Parameter(torch.zeros(1))], **_own(group)} for group in groups]
+def stand_ins(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """One member's parameters in shape only, which take no memory."""
+    return {
+        key: nn.Parameter(parameter.new_zeros(()).expand(parameter.shape[1:]), requires_grad=parameter.requires_grad)
+        for key, parameter in parameters.items()
+    }
+
+
+def made(
+    factory: Factory,
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    parameters: Sequence[Sequence[nn.Parameter]],
+) -> torch.optim.Optimizer:
+    """torch's optimizer with a member's numbers, over the parameters of each group."""
+    described = [{"params": list(mine), **_own(group)} for mine, group in zip(parameters, groups, strict=True)]
     try:
         return factory(described, **_own(options))
     except (TypeError, ValueError) as error:

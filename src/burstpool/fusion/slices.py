@@ -21,22 +21,20 @@ class SlicedOptimizer:
     def __init__(
         self,
         settings: "Settings",
-        proxies: list[torch.optim.Optimizer],
         parameters: Mapping[str, nn.Parameter],
         active: Tensor,
     ) -> None:
         self.settings, self.parameters, self.active = settings, parameters, active
         self.keeps_state = True
-        self.proxies: list[torch.optim.Optimizer] = []
-        for made in proxies:
-            self._fill(made)
+        self.proxies = [self._over_slices(member) for member in range(len(active))]
 
-    def _fill(self, made: torch.optim.Optimizer) -> None:
-        """Gives a member's optimizer, the last, its slices in the place of the proxy's nothing."""
-        member = len(self.proxies)
-        for group, keys in zip(made.param_groups, self.settings.keys, strict=True):
-            group["params"] = [nn.Parameter(self.parameters[key].data[member]) for key in keys]
-        self.proxies.append(made)
+    def _over_slices(self, member: int) -> torch.optim.Optimizer:
+        """A member's optimizer; its slices are parameters like those it would have alone."""
+        slices = {
+            key: nn.Parameter(parameter.data[member], requires_grad=parameter.requires_grad)
+            for key, parameter in self.parameters.items()
+        }
+        return self.settings.optimizer(self.settings.given[member], slices)
 
     def _slices(self, member: int) -> list[tuple[nn.Parameter, str]]:
         groups = zip(self.proxies[member].param_groups, self.settings.keys, strict=True)
@@ -50,7 +48,7 @@ class SlicedOptimizer:
                 continue
             for slice_, key in self._slices(member):
                 gradient = self.parameters[key].grad
-                slice_.grad = None if gradient is None else gradient[member]
+                slice_.grad = None if gradient is None else gradient[member].resolve_conj()
             try:
                 self.proxies[member].step()
             except TypeError as error:
@@ -93,7 +91,7 @@ class SlicedOptimizer:
         """One more member, with a fresh state."""
         given = self.settings.for_new(options)
         self.active, self.settings = active, self.settings.with_one_more(given)
-        self._fill(self.settings.proxy(given))
+        self.proxies.append(self._over_slices(len(self.proxies)))
         self._rebind()
 
     def member_state_dict(self, index: int) -> dict[str, Any]:
