@@ -133,6 +133,33 @@ def test_frozen_parameters_and_several_groups_go_together() -> None:
         torch.testing.assert_close(mine[key], value)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.Muon])
+def test_a_jobs_optimizer_may_take_some_parameters_in_its_own_order(cls: Any) -> None:
+    def job(lr: float) -> Job:
+        def model() -> nn.Module:
+            made = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+            made[0].bias.requires_grad_(False), made[2].bias.requires_grad_(False)
+            return made
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            return cls([p for p in reversed(list(parameters)) if p.requires_grad], lr=lr)
+
+        data = torch.utils.data.TensorDataset(X.double(), torch.tensor([0, 1, 0, 1]))
+        return Job(model=model, loss=nn.CrossEntropyLoss(), data=data, optimizer=optimizer, batch=4)
+
+    array = FusedArray.from_job(None, [job(0.1), job(0.02)])  # type: ignore[list-item]
+    model = job(0.02).build_model()
+    own = job(0.02).optimizer(model.parameters())
+    train(array, 2), train_one(model, own, 2)
+    model.load_state_dict(array.member(1).state_dict())
+    own.load_state_dict(array.optimizers[0].member_state_dict(1))
+    train(array, 2), train_one(model, own, 2)
+    torch.testing.assert_close(array.member(1).state_dict(), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+    array.optimizers[0].load_member_state_dict(0, own.state_dict())
+    mine, theirs = (array.optimizers[0].member_state_dict(0), own.state_dict())
+    torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=0)
+
+
 def test_averages_decay_by_one_minus_beta_in_double_precision() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

@@ -56,7 +56,9 @@ def _all_options(array: "FusedArray", names: Mapping[int, str], made: Sequence[A
     if left_out := trained - {key for group in keys[0] for key in group}:
         raise FusionError(f"the optimizer leaves out {sorted(left_out)[0]!r}; freeze it by requires_grad=False instead")
     if len(keys[0]) == 1:
-        return together([options(optimizer) for optimizer in made])
+        # Named where they are not all, in the model's order: state goes in and out as the job's own optimizer has it.
+        named = {} if keys[0] == [list(array.state.parameters)] else {"groups": [{"keys": keys[0][0]}]}
+        return {**together([options(optimizer) for optimizer in made]), **named}
     groups = [
         {"keys": mine, **together([options(optimizer, group=place) for optimizer in made])}
         for place, mine in enumerate(keys[0])
