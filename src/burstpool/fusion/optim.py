@@ -387,7 +387,8 @@ class FusedOptimizer:
             }
             for b in self.buckets
         ]
-        return {"buckets": buckets, "numbers": [copied(p.state_dict()["param_groups"]) for p in self.proxies]}
+        described = [[{k: v for k, v in g.items() if k != "params"} for g in p.param_groups] for p in self.proxies]
+        return {"buckets": buckets, "numbers": copied(described)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same array's optimizer as it was."""
