@@ -9,6 +9,7 @@ from fusion_alone import built
 from torch import Tensor, nn
 
 from burstpool import Job
+from burstpool.errors import FusionError
 from burstpool.fusion import FusedArray, fuse
 
 X = torch.linspace(-1.0, 1.0, 12).view(4, 3)
@@ -228,3 +229,14 @@ def test_a_new_members_groups_have_the_rates_that_the_first_ones_were_given() ->
     array.drop(0)
     array.admit(built(make, 3)[2])
     assert [group["lr"] for group in optimizer.proxies[1].param_groups] == [0.25, 0.1]
+
+
+def test_an_option_that_every_group_has_its_own_of_is_refused_for_a_new_member() -> None:
+    array = fuse(built(make, 2), X.double())
+    groups = [{"keys": ["weight"], "lr": [0.5, 0.25]}, {"keys": ["bias"], "lr": 0.1}]
+    optimizer = array.optimizer(torch.optim.SGD, lr=0.1, groups=groups)
+    with pytest.raises(FusionError, match=r"lr=0.3 would have no effect"):
+        array.admit(built(make, 3)[2], lr=0.3)
+    assert len(array) == len(optimizer.proxies) == 2
+    array.admit(built(make, 3)[2], momentum=0.5)
+    assert [group["momentum"] for group in optimizer.proxies[2].param_groups] == [0.5, 0.5]

@@ -144,6 +144,11 @@ class Settings:
     def for_new(self, options: Mapping[str, Any]) -> "Given":
         """A new member's options; what is left out is what the first of the present members was given."""
         first = self.given[0]
+        if vain := [name for name in options if all(name in group for group in first.groups)]:
+            raise FusionError(
+                f"{vain[0]}={options[vain[0]]!r} would have no effect, as each group of parameters has its own; "
+                "leave it out, and give the member its numbers with resume_member"
+            )
         return Given({**first.options, **options}, first.groups)
 
     def kept(self, indices: Sequence[int]) -> "Settings":
