@@ -1,6 +1,7 @@
 """State: all members' parameters and buffers, stacked, and each member's in the user's own keys and shapes.
 
-A member's skeleton is a copy of its module without data, from which `module()` builds the module again.
+A member's skeleton is a copy of its module without data, from which `module()` builds the module again, hooks on
+gradients included: an array does not call them, but `verify` asks whether they matter.
 
 Shapes: M = members.
 """
@@ -105,6 +106,7 @@ class State:
                 value = tensors[key]
                 is_parameter = isinstance(empty, nn.Parameter)
                 made[name] = nn.Parameter(value, requires_grad=empty.requires_grad) if is_parameter else value
+                _take_hooks(made[name], empty)
             memo[id(empty)] = made[name]
         return copy.deepcopy(self.skeletons[index], memo)
 
@@ -115,8 +117,19 @@ def skeleton(model: nn.Module) -> nn.Module:
     for _, tensor in _named(model):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        made = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        _take_hooks(made, tensor)
+        if made.requires_grad:
+            for hook in (tensor._post_accumulate_grad_hooks or {}).values():
+                made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        memo[id(tensor)] = made
     return copy.deepcopy(model, memo)
+
+
+def _take_hooks(made: Tensor, source: Tensor) -> None:
+    """Hooks on the gradient, which copying forgets."""
+    for hook in (source._backward_hooks or {}).values() if made.requires_grad else ():
+        made.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:

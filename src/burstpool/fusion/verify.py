@@ -1,8 +1,9 @@
-"""Verify: one step in double precision, fused and each member alone, compared operator by operator.
+"""Verify: members' own modules beside their captured graph, then the graph fused beside each member alone.
 
-Raises FusionError that names the first operator whose result differs, or, where only gradients differ, the operator
-whose backward pass does. Works on copies: weights, buffers and random streams stay as they are. On CUDA dropout is
-left out of the comparison, as torch's fused kernel draws other numbers there.
+The second is one step in double precision, compared operator by operator: FusionError names the first operator whose
+result differs, or, where only gradients differ, the operator whose backward pass does. The first is in uncaptured.py.
+Works on copies: weights, buffers and random streams stay as they are. On CUDA dropout is left out of the second
+comparison, as torch's fused kernel draws other numbers there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from burstpool.errors import FusionError
+from burstpool.fusion.compare import cloned, difference_of, is_close, is_inexact, loss_of, size_of, with_absent
 from burstpool.fusion.double import doubled, doubled_mode
 from burstpool.fusion.modes import Example, Mode
 from burstpool.fusion.plan import Step
@@ -20,13 +22,12 @@ from burstpool.fusion.rules import Run
 from burstpool.fusion.serial import alone, member_values, tensors_of
 from burstpool.fusion.streams import Streams
 from burstpool.fusion.structure import Operator
+from burstpool.fusion.uncaptured import check_modules
 from burstpool.model.capture import flatten_arguments
 
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
 
-_FLOOR = 1e-3
-"""Values smaller than this share of the largest are compared by their distance to it: sums that cancel leave noise."""
 _UNFILLED = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
 """Operators whose result is whatever lay in memory; what is written into it is compared."""
 _NARROW_TOLERANCE = 2e-2
@@ -69,6 +70,7 @@ class Trace:
 
 def verify(array: "FusedArray", example: Example, *, tolerance: float, dropout: bool = True) -> None:
     """Refuses an array that does not do what its members do alone; without `dropout` nothing is dropped."""
+    check_modules(array, example)
     mode = doubled_mode(array.mode)
     if not dropout:
         mode.operators = [[_without_dropout(operator) for operator in member] for member in mode.operators]
@@ -76,7 +78,7 @@ def verify(array: "FusedArray", example: Example, *, tolerance: float, dropout: 
     leaves = flatten_arguments(*example)[0]
     inputs = {name: doubled(leaf) for name, leaf in zip(mode.capture.inputs, leaves, strict=True) if name}
     state = {key: doubled(t.detach().clone()).requires_grad_(t.requires_grad) for key, t in array.state.tensors.items()}
-    values = mode.values(state, array.state.aliases, _with_absent(mode, inputs))
+    values = mode.values(state, array.state.aliases, with_absent(mode, inputs))
     check = _Check(mode, array.state.aliases, array.streams, tolerance)
     check.run(values)
 
@@ -91,7 +93,7 @@ class _Check:
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Forward, then backward."""
-        rows = member_values(self.mode, self.members, {n: _cloned(v) for n, v in values.items()}, frozenset())
+        rows = member_values(self.mode, self.members, {n: cloned(v) for n, v in values.items()}, frozenset())
         fused = self._fused(values)
         for member in range(self.members):
             separate = self._alone(member, rows[member])
@@ -107,21 +109,23 @@ class _Check:
 
         results = self.plan.walk(run, [values[node.name] for node in self.plan.placeholders], visit)
         outputs = self.mode.outputs(self.plan, results, run)
-        loss = torch.stack([_loss([o[i] for o in outputs if isinstance(o, Tensor)]) for i in range(self.members)]).sum()
+        loss = torch.stack(
+            [loss_of([o[i] for o in outputs if isinstance(o, Tensor)]) for i in range(self.members)]
+        ).sum()
         trace.backward(loss, self._once({name: values[name] for name in self.mode.capture.parameters}))
         return trace
 
     def _alone(self, member: int, row: dict[str, Any]) -> Trace:
         trace = Trace()
         names, keys = list(self.mode.capture.parameters), self.mode.capture.parameters
-        made = {self.aliases[keys[name]]: _cloned(row[name]) for name in names}
+        made = {self.aliases[keys[name]]: cloned(row[name]) for name in names}
         leaves = {name: made[self.aliases[keys[name]]] for name in names}
 
         def forward() -> list[Any]:
             return alone(self.mode, member, {**row, **leaves}, lambda key, node, result: trace.record(key, result))
 
         outputs = self.streams.clone().drawing(member, forward)
-        trace.backward(_loss([o for o in outputs if isinstance(o, Tensor)]), self._once(leaves))
+        trace.backward(loss_of(outputs), self._once(leaves))
         return trace
 
     def _once(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -140,12 +144,12 @@ class _Check:
                 if not self._close(mine, theirs, scale=0.0):
                     raise FusionError(
                         f"verification failed: {_named(step)} gives member {member} another result than alone "
-                        f'(largest difference {_difference(mine, theirs):.2g}); run with mode="serial"'
+                        f'(largest difference {difference_of(mine, theirs):.2g}); run with mode="serial"'
                     )
 
     def _compare_gradients(self, fused: Trace, separate: Trace, member: int) -> None:
         steps = {step.key: step for step in self.plan.steps}
-        scale = max((_size(g) for group in separate.gradients.values() for g in group if g is not None), default=0.0)
+        scale = max((size_of(g) for group in separate.gradients.values() for g in group if g is not None), default=0.0)
         if separate.gradients and not fused.gradients:
             raise FusionError("verification failed: no operator passes a gradient on fused, though alone some do")
         for key in reversed(list(separate.gradients)):
@@ -158,14 +162,14 @@ class _Check:
             if step is not None and not step.lowered.batched:
                 continue  # a shared tensor gathers all members' gradients
             for a, b in zip(mine, separate.gradients[key], strict=True):
-                if (a is None) != (b is None) and _size(a) + _size(b) > 0:
+                if (a is None) != (b is None) and size_of(a) + size_of(b) > 0:
                     raise FusionError(
                         f"verification failed: {self._blamed(key)} passes a gradient on only fused, or only alone"
                     )
                 if a is not None and b is not None and not self._close(a[member], b, scale=scale):
                     raise FusionError(
                         f"verification failed: {self._blamed(key)} gives member {member} another gradient than alone "
-                        f'(largest difference {_difference(a[member], b):.2g}); run with mode="serial"'
+                        f'(largest difference {difference_of(a[member], b):.2g}); run with mode="serial"'
                     )
 
     def _blamed(self, key: str) -> str:
@@ -179,47 +183,15 @@ class _Check:
         return [result[member] if step.lowered.batched else result for result in results]
 
     def _close(self, a: Tensor, b: Tensor, *, scale: float) -> bool:
-        narrow = b.is_floating_point() and b.dtype is not torch.float64
+        narrow = is_inexact(b) and b.dtype not in (torch.float64, torch.complex128)
         tolerance = max(self.tolerance, _NARROW_TOLERANCE if narrow else 0.0)
-        if a.shape != b.shape:
-            return False
-        if not b.is_floating_point():
-            return torch.equal(a, b)
-        bound = tolerance * max(_size(b), _FLOOR * scale, 1e-300)
-        return torch.allclose(a.to(b.dtype), b, rtol=0.0, atol=bound, equal_nan=True)
+        return is_close(a, b, tolerance=tolerance, scale=scale)
 
 
 def _named(step: Step) -> str:
     stack = list((step.node.meta.get("nn_module_stack") or {}).values())
     where = f" of module {stack[-1][0]!r}" if stack and stack[-1][0] else ""
     return f"operator {step.key!r} ({step.node.target}, {step.lowered.way}){where}"
-
-
-def _loss(tensors: Sequence[Tensor]) -> Tensor:
-    """Every floating-point result counts, none by its plain sum: a softmax's is always one."""
-    found = [t for t in tensors if t.is_floating_point()]
-    return torch.stack([(t.double() * t.double()).mean() + t.double().sin().mean() for t in found]).sum()
-
-
-def _with_absent(mode: Mode, inputs: dict[str, Any]) -> dict[str, Any]:
-    names = [node.name for node in mode.capture.graph.nodes if node.op == "placeholder"]
-    stored = {*mode.capture.parameters, *mode.capture.buffers, *mode.capture.constants}
-    return {name: inputs.get(name) for name in names if name not in stored}
-
-
-def _cloned(value: Any) -> Any:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _size(tensor: Tensor | None) -> float:
-    if tensor is None or tensor.numel() == 0:
-        return 0.0
-    finite = tensor.detach()[torch.isfinite(tensor.detach())]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.shape == b.shape and a.numel() else float("inf")
 
 
 _PROBABILITIES = {

@@ -1,0 +1,144 @@
+"""`verify=True`: refuses models whose own code trains otherwise than the array, and takes those that are right."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from burstpool.errors import FusionError
+from burstpool.fusion import fuse
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Warming(nn.Module):
+    """Its strength grows with each call, in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last, self.calls = nn.Linear(4, 4), nn.Linear(4, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.last(self.inner(x) * (1 - 0.5**self.calls))
+        return y
+
+
+class Perturbed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+def with_parameter_hook() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model[0].weight.register_hook(lambda gradient: gradient * 0)  # type: ignore[union-attr, operator]
+    return model
+
+
+def with_accumulated_hook() -> nn.Module:
+    model = nn.Linear(4, 3)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+def with_backward_hook() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[1].register_full_backward_hook(lambda module, into, out: tuple(g * 0 for g in into))  # type: ignore[arg-type]
+    return model
+
+
+def with_growing_forward_hook() -> nn.Module:
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), []
+
+    def hook(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        calls.append(1)
+        return output * len(calls)
+
+    model[0].register_forward_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Warming, r"step 2 member 0's own module gives another output .*first in module 'last'.*Python state"),
+        (lambda: Perturbed(4, 3), r"another output .*random numbers that are not torch's"),
+        (with_parameter_hook, r"gives '0.weight' another gradient .*hooks on parameter '0.weight'"),
+        (with_accumulated_hook, r"'weight' of member 0 has a hook on its accumulated gradient"),
+        (with_backward_hook, r"gives '0.weight' another gradient .*hooks on module '1'"),
+        (with_growing_forward_hook, r"first in module '0'.*hooks on module '0'"),
+    ],
+)
+def test_verify_refuses_what_a_captured_graph_does_not_hold(build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(FusionError, match=message):
+        fuse([build(), build()], X, verify=True)
+
+
+def test_verify_refuses_a_hook_of_a_later_member_alone() -> None:
+    with pytest.raises(FusionError, match=r"member 1's own module gives '0.weight' another gradient"):
+        fuse([nn.Sequential(nn.Linear(4, 3), nn.Tanh()), with_parameter_hook()], X, verify=True)
+
+
+def test_verify_takes_hooks_that_change_nothing() -> None:
+    seen: list[Any] = []
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model[0].weight.register_hook(lambda gradient: seen.append(gradient))  # type: ignore[union-attr, operator]
+    model[1].register_forward_hook(lambda module, arguments, output: output * 2)
+    fuse([model], X, verify=True)
+    assert seen
+
+
+def test_verify_leaves_members_and_all_random_streams_as_they_were() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
+
+    array = fuse([build(), build()], X)
+    before, streams = array.member(1).state_dict(), array.streams.states()
+    torch_before, python_before = torch.get_rng_state(), random.getstate()
+    array.verify()
+    assert all(torch.equal(value, before[key]) for key, value in array.member(1).state_dict().items())
+    assert all(map(torch.equal, array.streams.states(), streams))
+    assert torch.equal(torch.get_rng_state(), torch_before)
+    assert random.getstate() == python_before
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_verify_takes_dropout_state_and_shared_weights_in_either_mode(training: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 4)
+            self.norm = nn.BatchNorm1d(4)
+            self.layer = nn.TransformerEncoderLayer(4, 2, 8, p, batch_first=True)
+            self.gru = nn.GRU(4, 4, 2, batch_first=True, dropout=p)
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.norm(self.table(x).transpose(1, 2)).transpose(1, 2)
+            y = F.dropout(self.gru(self.layer(y))[0], 0.1, self.training)
+            return {"out": self.head(y), "best": y.argmax(-1)}
+
+    models = [Net(0.1), Net(0.4)]
+    for model in models:
+        model.train(training)
+    fuse(models, torch.arange(12).view(4, 3) % 7, verify=True)
+
+
+def test_verify_takes_the_mode_that_the_models_were_not_given_in() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)) for _ in range(2)]
+    fuse(models, X).eval().verify()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_verify_takes_models_of_other_types(dtype: torch.dtype) -> None:
+    fuse([nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(dtype) for _ in range(2)], X.to(dtype), verify=True)
+
+
+def test_verify_under_autocast_compares_what_was_captured_outside_of_it() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fuse([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)], X, verify=True)
