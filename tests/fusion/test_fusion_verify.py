@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 from burstpool.errors import FusionError
 from burstpool.fusion import fuse
+from burstpool.fusion.rules import RULES, Call, Lowered, Rule
+from burstpool.fusion.rules.fallback import fallback
+from burstpool.fusion.rules.pointwise import pointwise
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -142,3 +145,101 @@ def test_verify_takes_models_of_other_types(dtype: torch.dtype) -> None:
 def test_verify_under_autocast_compares_what_was_captured_outside_of_it() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         fuse([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)], X, verify=True)
+
+
+class Filling(nn.Module):
+    """Writes into memory that is new, part by part; some of it in a region, some never read before it is written."""
+
+    def __init__(self, make: Callable[..., Tensor] = torch.empty) -> None:
+        super().__init__()
+        self.linear, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.make(x.shape[0], 8)
+        out[:, :4] = self.linear(x)
+        out[:, 4:] = x
+        with torch.no_grad():
+            scale = torch.empty(4)
+            scale[:2] = 1.0
+            scale[2:] = 2.0
+        return out[:, :4] * scale + out[:, 4:]
+
+
+class Cell(nn.Module):
+    """The last c is used by nobody, the last h by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x)
+        h: Tensor = self.cell(x, state)[0]
+        return h
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.ifft(torch.fft.fft(self.linear(x)) * torch.fft.fft(self.linear.weight[0])).real
+
+
+class Complex(nn.Module):
+    """Complex weights, and a complex result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.complex64) @ self.weight
+
+
+@pytest.mark.parametrize("build", [Filling, lambda: Filling(torch.zeros), Cell, Spectrum, Complex])
+def test_verify_raises_no_false_alarm(build: Callable[[], nn.Module]) -> None:
+    fuse([build() for _ in range(3)], X, verify=True)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_verify_takes_bags(mode: str) -> None:
+    array = fuse([nn.EmbeddingBag(9, 4, mode=mode) for _ in range(2)], torch.arange(12).view(3, 4) % 9, verify=True)
+    assert {operator.way for operator in array.explain().operators if "bag" in operator.operator} == {"rule"}
+
+
+def test_verify_takes_the_log_probabilities_of_adaptive_softmax() -> None:
+    class Adaptive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.softmax = nn.AdaptiveLogSoftmaxWithLoss(4, 20, [5, 10], div_value=2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.softmax.log_prob(x)
+
+    fuse([Adaptive() for _ in range(2)], X, verify=True)
+
+
+def spoilt(right: Rule, change: Callable[[Tensor], Tensor]) -> Rule:
+    """The rule with a result that is wrong."""
+
+    def rule(call: Call) -> Lowered | None:
+        lowered = right(call)
+        assert lowered is not None
+        return Lowered(kernel=lambda run, *a: change(lowered.kernel(run, *a)), way=lowered.way)
+
+    return rule
+
+
+def test_verify_sees_a_wrong_imaginary_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = spoilt(fallback, lambda y: torch.complex(y.real, y.imag * 1.001))
+    monkeypatch.setitem(RULES, torch.ops.aten.fft_fft, wrong)
+    with pytest.raises(FusionError, match=r"fft_fft.*another result than alone \(largest difference 0\.0"):
+        fuse([Spectrum() for _ in range(2)], X, verify=True)
+
+
+def test_verify_sees_a_part_of_new_memory_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, torch.ops.aten.copy_, spoilt(pointwise, lambda y: y.detach().zero_()))
+    with pytest.raises(FusionError, match=r"aten.copy_.*another result than alone"):
+        fuse([Filling() for _ in range(2)], X, verify=True)

@@ -14,14 +14,19 @@ from torch.fx.node import map_aggregate
 from burstpool.fusion.modes import Mode
 from burstpool.model.capture import Capture
 
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
 
 def doubled(value: Any) -> Any:
     """A tensor, or a type, in double precision; all else as it is."""
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in _NARROW else value
-    return value.double() if isinstance(value, Tensor) and value.dtype in _NARROW else value
+        return _WIDER.get(value, value)
+    return value.to(_WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in _WIDER else value
 
 
 def doubled_mode(mode: Mode) -> Mode:

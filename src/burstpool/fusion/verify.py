@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from burstpool.errors import FusionError
 from burstpool.fusion.compare import cloned, difference_of, is_close, is_inexact, loss_of, size_of, with_absent
@@ -19,7 +19,8 @@ from burstpool.fusion.double import doubled, doubled_mode
 from burstpool.fusion.modes import Example, Mode
 from burstpool.fusion.plan import Step
 from burstpool.fusion.rules import Run
-from burstpool.fusion.serial import alone, member_values, tensors_of
+from burstpool.fusion.rules.base import Kernel
+from burstpool.fusion.serial import alone, member_values
 from burstpool.fusion.streams import Streams
 from burstpool.fusion.structure import Operator
 from burstpool.fusion.uncaptured import check_modules
@@ -28,8 +29,15 @@ from burstpool.model.capture import flatten_arguments
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
 
-_UNFILLED = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
-"""Operators whose result is whatever lay in memory; what is written into it is compared."""
+_UNFILLED = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_permuted,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
+"""Operators whose result is whatever lay in memory: here zeros, so that what is not written to yet is alike."""
 _NARROW_TOLERANCE = 2e-2
 """Where the user's own code computes in half precision."""
 
@@ -38,34 +46,38 @@ _NARROW_TOLERANCE = 2e-2
 class Trace:
     """What one run did: each operator's result as it was, and the tensors themselves, for their gradients."""
 
-    results: dict[str, list[Tensor]] = field(default_factory=dict)
-    live: dict[str, list[Tensor]] = field(default_factory=dict)
+    results: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    """None for what an operator did not compute, as nobody asks for it."""
+    live: dict[str, list[Tensor | None]] = field(default_factory=dict)
     gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)
     versions: dict[str, list[int]] = field(default_factory=dict)
 
     def record(self, key: str, value: Any) -> Any:
-        """Keeps copies: an in-place operator may overwrite the result later."""
-        tensors = tensors_of(value)
-        self.versions[key] = [tensor._version for tensor in tensors]
-        self.results[key] = [tensor.detach().clone() for tensor in tensors]
-        self.live[key] = tensors
+        """Keeps copies: an in-place operator may overwrite the result later. Returns what to go on with."""
+        value = _apart(value)
+        parts = _parts(value)
+        self.results[key] = [None if part is None else part.detach().clone() for part in parts]
+        self.live[key] = parts
+        self.versions[key] = self._versions(key)
         return value
 
     def was_written(self, key: str) -> bool:
         """Whether an in-place operator wrote into the result: its gradient is then another tensor's."""
-        now = [tensor._version for tensor in self.live.get(key, [])]
-        return now != self.versions.get(key, [])
+        return self._versions(key) != self.versions.get(key, [])
+
+    def _versions(self, key: str) -> list[int]:
+        return [part._version for part in self.live.get(key, []) if part is not None]
 
     def backward(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> None:
         """The gradients of every operator's result, and of the parameters."""
         keys = [*self.live, *leaves]
-        groups = [*self.live.values(), *([leaf] for leaf in leaves.values())]
-        wanted = [t for group in groups for t in group if t.requires_grad]
+        groups: list[Sequence[Tensor | None]] = [*self.live.values(), *([leaf] for leaf in leaves.values())]
+        wanted = [t for group in groups for t in group if t is not None and t.requires_grad]
         if not loss.requires_grad or not wanted:
             return
         found = iter(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
         for key, group in zip(keys, groups, strict=True):
-            self.gradients[key] = [next(found) if tensor.requires_grad else None for tensor in group]
+            self.gradients[key] = [next(found) if t is not None and t.requires_grad else None for t in group]
 
 
 def verify(array: "FusedArray", example: Example, *, tolerance: float, dropout: bool = True) -> None:
@@ -90,6 +102,9 @@ class _Check:
         self.mode, self.aliases, self.streams, self.tolerance = mode, aliases, streams, tolerance
         self.members = len(streams.generators)
         self.plan = mode.plan(frozenset())
+        for step in self.plan.inner():
+            if _is_unfilled(step.node):
+                step.kernel = _zeroing(step.kernel)
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Forward, then backward."""
@@ -121,8 +136,11 @@ class _Check:
         made = {self.aliases[keys[name]]: cloned(row[name]) for name in names}
         leaves = {name: made[self.aliases[keys[name]]] for name in names}
 
+        def visit(key: str, node: fx.Node, result: Any) -> Any:
+            return trace.record(key, result.zero_() if _is_unfilled(node) else result)
+
         def forward() -> list[Any]:
-            return alone(self.mode, member, {**row, **leaves}, lambda key, node, result: trace.record(key, result))
+            return alone(self.mode, member, {**row, **leaves}, visit)
 
         outputs = self.streams.clone().drawing(member, forward)
         trace.backward(loss_of(outputs), self._once(leaves))
@@ -135,20 +153,20 @@ class _Check:
         return {n: leaf for n, leaf in leaves.items() if first.setdefault(self.aliases[keys[n]], n) == n}
 
     def _compare_results(self, fused: Trace, separate: Trace, member: int) -> None:
-        for step in self.plan.steps:
-            if getattr(step.node.target, "overloadpacket", None) in _UNFILLED:
-                continue
-            for mine, theirs in zip(
-                self._of(step, fused.results.get(step.key, []), member), separate.results.get(step.key, []), strict=True
-            ):
-                if not self._close(mine, theirs, scale=0.0):
+        for step in self._steps().values():
+            mine, theirs = self._of(step, fused.results.get(step.key, []), member), separate.results.get(step.key, [])
+            for a, b in zip(mine, theirs, strict=True):
+                if a is None and len(mine) > 1:
+                    continue  # if anybody asks for it, that operator's result tells
+                if a is None or b is None or not self._close(a, b, scale=0.0):
+                    size = "" if a is None or b is None else f" (largest difference {difference_of(a, b):.2g})"
                     raise FusionError(
-                        f"verification failed: {_named(step)} gives member {member} another result than alone "
-                        f'(largest difference {difference_of(mine, theirs):.2g}); run with mode="serial"'
+                        f"verification failed: {_named(step)} gives member {member} another result than alone"
+                        f'{size}; run with mode="serial"'
                     )
 
     def _compare_gradients(self, fused: Trace, separate: Trace, member: int) -> None:
-        steps = {step.key: step for step in self.plan.steps}
+        steps = self._steps()
         scale = max((size_of(g) for group in separate.gradients.values() for g in group if g is not None), default=0.0)
         if separate.gradients and not fused.gradients:
             raise FusionError("verification failed: no operator passes a gradient on fused, though alone some do")
@@ -172,6 +190,10 @@ class _Check:
                         f'(largest difference {difference_of(a[member], b):.2g}); run with mode="serial"'
                     )
 
+    def _steps(self) -> dict[str, Step]:
+        """By operator the last step, which may have given its result the member dimension."""
+        return {step.key: step for step in self.plan.steps}
+
     def _blamed(self, key: str) -> str:
         """The operators that use the value, in which the gradient went wrong."""
         node = next((n for n in self.mode.capture.graph.nodes if n.name == key), None)
@@ -179,13 +201,43 @@ class _Check:
         named = [_named(step) for step in self.plan.steps if step.node in users]
         return " or ".join(named) or f"what follows {key!r}"
 
-    def _of(self, step: Step, results: Sequence[Tensor], member: int) -> list[Tensor]:
-        return [result[member] if step.lowered.batched else result for result in results]
+    def _of(self, step: Step, results: Sequence[Tensor | None], member: int) -> list[Tensor | None]:
+        return [result[member] if step.lowered.batched and result is not None else result for result in results]
 
     def _close(self, a: Tensor, b: Tensor, *, scale: float) -> bool:
         narrow = is_inexact(b) and b.dtype not in (torch.float64, torch.complex128)
         tolerance = max(self.tolerance, _NARROW_TOLERANCE if narrow else 0.0)
         return is_close(a, b, tolerance=tolerance, scale=scale)
+
+
+def _parts(value: Any) -> list[Tensor | None]:
+    """The tensors in an operator's result, and None where one of several is missing."""
+    if value is None or isinstance(value, Tensor):
+        return [value]
+    return [part for item in value for part in _parts(item)] if isinstance(value, list | tuple) else []
+
+
+def _apart(value: Any) -> Any:
+    """Several results, each as a tensor of its own: where an operator computes one from the other (an LSTM cell's h
+    from its c), only what others do with a result belongs to the result's gradient."""
+    if isinstance(value, list | tuple):
+        return type(value)(_alias(item) if isinstance(item, Tensor) else _apart(item) for item in value)
+    return value
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
+def _is_unfilled(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _UNFILLED
+
+
+def _zeroing(kernel: Kernel) -> Kernel:
+    def zeroed(run: Run, *arguments: Any) -> Any:
+        return kernel(run, *arguments).zero_()
+
+    return zeroed
 
 
 def _named(step: Step) -> str:

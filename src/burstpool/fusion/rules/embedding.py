@@ -62,7 +62,7 @@ def _embedding_bag(call: Call) -> Lowered | None:
         sparse: bool,
         weights: Any,
         *_: Any,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         index_ML = index + _starts(run, table, 1)
         length = index_ML.shape[1]
         ends = torch.arange(0, run.members * length, length, device=table.device).view(-1, 1)
@@ -70,7 +70,7 @@ def _embedding_bag(call: Call) -> Lowered | None:
         results = aten.embedding_bag(
             table.flatten(0, 1), index_ML.flatten(), (offsets + ends).flatten(), scale, mode, sparse, weights
         )
-        return (results[0].view(run.members, -1, table.shape[2]),)
+        return results[0].view(run.members, -1, table.shape[2]), None, None, None  # nobody asks for the others
 
     users = [user.args[1] for user in call.node.users]
     if any(place != 0 for place in users):
