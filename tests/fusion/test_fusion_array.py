@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -642,6 +643,19 @@ class Selecting(nn.Module):
         return (x * self.w)[(x * self.w) > 0]
 
 
+class Locked(nn.Linear):
+    """What has a lock cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.lock = threading.Lock()
+
+
+def old_weight_norm() -> nn.Module:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)))
+
+
 def test_bad_input_is_refused_with_the_member_and_the_difference() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: fuse([], X), "no models"),
@@ -657,6 +671,8 @@ def test_bad_input_is_refused_with_the_member_and_the_difference() -> None:
         (lambda: fuse([Net()] * 2, X), "same object"),
         (lambda: fuse(nets(2), X, seeds=[1]), "1 seeds for 2 members"),
         (lambda: fuse(nets(2), X, mode="quick"), "is unknown"),  # type: ignore[arg-type]
+        (lambda: fuse([old_weight_norm()], torch.ones(2, 3)), r"'weight' of module '0'.*parametrizations.weight_norm"),
+        (lambda: fuse([Locked()], torch.ones(2, 3)), "Locked cannot be copied .*lock"),
         (lambda: fuse([Branching(), Branching()], X), "member 0: cannot trace Branching.*branches on"),
         (lambda: fuse([Selecting(), Selecting()], torch.ones(2, 3))(torch.ones(2, 3)), "size depends on values"),
         (lambda: ready().optimizer(torch.optim.SGD, lr=[0.1, 0.2]), "lr has 2 values for 3 members"),
@@ -674,6 +690,8 @@ def test_bad_input_is_refused_with_the_member_and_the_difference() -> None:
         (lambda: ready().load_member(0, Net(width=5).state_dict()), "has shape"),
         (lambda: ready()((X, X)), "not like the example"),
         (lambda: ready()(X[:, :, :4]), r"has shape \[4, 1, 4, 5\]; the models were captured for \['N', 1, 5, 5\]"),
+        (lambda: ready()("text"), "input 'x' has type str; the models were captured with a tensor"),
+        (lambda: ready()(["a", "b", "c"], per_member=True), "input 'x' has type str"),
         (lambda: ready()([X, X], per_member=True), "2 inputs for 3 members"),
         (lambda: ready()([X, X, X[:2]], per_member=True), "different shapes"),
         (lambda: ready()(X, per_member=True), "members first"),

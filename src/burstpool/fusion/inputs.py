@@ -61,6 +61,8 @@ def _check_like_example(capture: Capture, leaves: Sequence[Any], example: Sequen
             if not own and leaf != given:
                 raise FusionError(f"the models were captured with {given!r}; called with {leaf!r}, fuse them anew")
             continue
+        if not isinstance(leaf, torch.Tensor):
+            raise FusionError(f"input {name!r} has type {type(leaf).__name__}; the models were captured with a tensor")
         sizes = leaf.shape[1:] if own else leaf.shape
         fixed = [(size, int(want)) for size, want in zip(sizes, shapes[name], strict=False) if isinstance(want, int)]
         if len(sizes) != len(shapes[name]) or any(size != want for size, want in fixed):

@@ -123,7 +123,24 @@ def skeleton(model: nn.Module) -> nn.Module:
             for hook in (tensor._post_accumulate_grad_hooks or {}).values():
                 made.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         memo[id(tensor)] = made
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise FusionError(_uncopied(model, error)) from error
+
+
+def _uncopied(model: nn.Module, error: Exception) -> str:
+    """Which module cannot be copied, and what to use instead."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                return (
+                    f"{type(model).__name__} cannot be copied: attribute {attribute!r} of module "
+                    f"{name or 'itself'!r} is computed from parameters and kept, as by torch.nn.utils.weight_norm; "
+                    "use torch.nn.utils.parametrizations.weight_norm or spectral_norm, or compute it in forward"
+                )
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(model).__name__} cannot be copied ({type(error).__name__}: {first}); copy.deepcopy must work on it"
 
 
 def _take_hooks(made: Tensor, source: Tensor) -> None:
