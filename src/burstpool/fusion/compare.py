@@ -8,9 +8,6 @@ from torch import Tensor
 
 from burstpool.fusion.modes import Mode
 
-FLOOR = 1e-3
-"""Values smaller than this share of the largest are compared by their distance to it: sums that cancel leave noise."""
-
 
 def loss_of(tensors: Sequence[Any]) -> Tensor:
     """Every result that can have a gradient counts, none by its plain sum: a softmax's is always one."""
@@ -23,13 +20,16 @@ def is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def is_close(a: Tensor, b: Tensor, *, tolerance: float, scale: float = 0.0) -> bool:
-    """Whether they are the same up to a share of b's largest value; `scale` is the largest of all that is compared."""
+def is_close(a: Tensor, b: Tensor, *, tolerance: float, least: float = 0.0) -> bool:
+    """Whether they are the same up to a share of b's largest value, taken as `least` where it is smaller.
+
+    Sums that cancel leave noise, which must not be measured by itself.
+    """
     if a.shape != b.shape or a.is_complex() != b.is_complex():
         return False
     if not is_inexact(b):
         return torch.equal(a, b)
-    bound = tolerance * max(size_of(b), FLOOR * scale, 1e-300)
+    bound = tolerance * max(size_of(b), least, 1e-300)
     return torch.allclose(a.to(b.dtype), b, rtol=0.0, atol=bound, equal_nan=True)
 
 

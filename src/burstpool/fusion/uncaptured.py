@@ -9,7 +9,7 @@ module whose output differs, or the tensor. What shows only after more steps, or
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from burstpool.errors import FusionError
 from burstpool.fusion.compare import cloned, difference_of, is_close, loss_of, size_of, with_absent
 from burstpool.fusion.modes import Example
-from burstpool.fusion.serial import alone, tensors_of
+from burstpool.fusion.serial import alone, random_operators, tensors_of
 from burstpool.fusion.streams import Streams
 from burstpool.model.capture import flatten_arguments
 
@@ -33,6 +33,14 @@ _STEPS = 2
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _HALF_TOLERANCE = 2e-2
 """Both run the same operators, mostly with the same bits; attention may choose another kernel while it is captured."""
+_LEAST_GRADIENT = 0.1
+"""Of the largest; a gradient that is zero but for rounding, as of a bias before batch norm, is noise of that size."""
+_LEAST_OUTPUT = 1e-3
+"""Of the largest."""
+_LEAST_STATE = 1e-3
+"""As it is: what lies in a model has no common size."""
+_RECURRENT = (torch.ops.aten.lstm, torch.ops.aten.gru, torch.ops.aten.rnn_tanh, torch.ops.aten.rnn_relu)
+"""Whose dropout cuDNN draws from a stream of its own, which cannot be put back."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -50,7 +58,7 @@ class _Done:
 
 def check_modules(array: "FusedArray", example: Example) -> None:
     """Refuses members whose own modules train otherwise than the graph that was captured of them."""
-    with _streams_kept(), torch.enable_grad(), torch.autocast(array.device.type, enabled=False):
+    with _streams_kept(), _drawn_by_torch(array), torch.enable_grad(), torch.autocast(array.device.type, enabled=False):
         for member in range(len(array)):
             _check_unheard_hooks(array.state.skeletons[member], member)
             module = _Module(array, member)
@@ -141,22 +149,23 @@ class _Comparison:
         """Outputs, then what was written, then gradients."""
         if len(graph.outputs) != len(module.outputs):
             raise self._error("gives another number of outputs", "")
+        largest = max((size_of(t.detach()) for t in module.outputs if isinstance(t, Tensor)), default=0.0)
         for mine, theirs in zip(graph.outputs, module.outputs, strict=True):
-            if not self._same(mine, theirs):
+            if not self._same(mine, theirs, _LEAST_OUTPUT * largest):
                 raise self._error("gives another output", _first_module(graph, module), mine, theirs)
         for key, theirs in module.state.items():
             mine = graph.state.get(key)
-            if not self._same(mine, theirs):
+            if not self._same(mine, theirs, _LEAST_STATE):
                 raise self._error(f"leaves another {key!r}", "", mine, theirs)
-        scale = max(map(size_of, module.gradients.values()), default=0.0)
+        largest = max(map(size_of, module.gradients.values()), default=0.0)
         for key, gradient in module.gradients.items():
             mine = graph.gradients.get(key)
-            if not _same_gradient(mine, gradient, scale):
+            if not _same_gradient(mine, gradient, _LEAST_GRADIENT * largest):
                 raise self._error(f"gives {key!r} another gradient", "", mine, gradient)
 
-    def _same(self, a: Any, b: Any) -> bool:
+    def _same(self, a: Any, b: Any, least: float) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return is_close(a.detach(), b.detach(), tolerance=_tolerance(b))
+            return is_close(a.detach(), b.detach(), tolerance=_tolerance(b), least=least)
         if isinstance(a, _PLAIN) and isinstance(b, _PLAIN):
             return a == b or (a != a and b != b)
         return isinstance(a, Tensor) == isinstance(b, Tensor)
@@ -181,11 +190,11 @@ def _first_module(graph: _Done, module: _Done) -> str:
     return ""
 
 
-def _same_gradient(a: Tensor | None, b: Tensor | None, scale: float) -> bool:
+def _same_gradient(a: Tensor | None, b: Tensor | None, least: float) -> bool:
     """None is as good as zero."""
     if a is None or b is None:
         return size_of(a) + size_of(b) == 0.0
-    return is_close(a, b, tolerance=_tolerance(b), scale=scale)
+    return is_close(a, b, tolerance=_tolerance(b), least=least)
 
 
 def _tolerance(tensor: Tensor) -> float:
@@ -233,6 +242,13 @@ def _drawing(streams: Streams, member: int, function: Callable[[], Any]) -> Any:
     """With the member's stream; what an array on a GPU draws on the CPU starts alike each time."""
     with torch.random.fork_rng(devices=[]):
         return streams.drawing(member, function)
+
+
+def _drawn_by_torch(array: "FusedArray") -> AbstractContextManager[None]:
+    """Both runs draw the same numbers: without cuDNN where recurrent networks have dropout."""
+    drawing = (getattr(node.target, "overloadpacket", None) for node in random_operators(array.mode))
+    is_recurrent = array.device.type == "cuda" and any(packet in _RECURRENT for packet in drawing)
+    return torch.backends.cudnn.flags(enabled=False) if is_recurrent else nullcontext()
 
 
 @contextmanager

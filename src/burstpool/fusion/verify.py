@@ -29,6 +29,8 @@ from burstpool.model.capture import flatten_arguments
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
 
+_FLOOR = 1e-3
+"""Gradients smaller than this share of the largest are compared by their distance to it."""
 _UNFILLED = (
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -207,7 +209,7 @@ class _Check:
     def _close(self, a: Tensor, b: Tensor, *, scale: float) -> bool:
         narrow = is_inexact(b) and b.dtype not in (torch.float64, torch.complex128)
         tolerance = max(self.tolerance, _NARROW_TOLERANCE if narrow else 0.0)
-        return is_close(a, b, tolerance=tolerance, scale=scale)
+        return is_close(a, b, tolerance=tolerance, least=_FLOOR * scale)
 
 
 def _parts(value: Any) -> list[Tensor | None]:
