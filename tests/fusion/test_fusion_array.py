@@ -651,6 +651,13 @@ class Locked(nn.Linear):
         self.lock = threading.Lock()
 
 
+class OwnNorm(nn.BatchNorm1d):
+    """Not torch's own forward, of which is known what it does without momentum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 def old_weight_norm() -> nn.Module:
     with pytest.warns(FutureWarning, match="weight_norm"):
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)))
@@ -672,6 +679,7 @@ def test_bad_input_is_refused_with_the_member_and_the_difference() -> None:
         (lambda: fuse(nets(2), X, seeds=[1]), "1 seeds for 2 members"),
         (lambda: fuse(nets(2), X, mode="quick"), "is unknown"),  # type: ignore[arg-type]
         (lambda: fuse([old_weight_norm()], torch.ones(2, 3)), r"'weight' of module '0'.*parametrizations.weight_norm"),
+        (lambda: fuse([OwnNorm(3, momentum=None)], torch.ones(2, 3)), "module 'itself' has momentum=None"),
         (lambda: fuse([Locked()], torch.ones(2, 3)), "Locked cannot be copied .*lock"),
         (lambda: fuse([Branching(), Branching()], X), "member 0: cannot trace Branching.*branches on"),
         (lambda: fuse([Selecting(), Selecting()], torch.ones(2, 3))(torch.ones(2, 3)), "size depends on values"),

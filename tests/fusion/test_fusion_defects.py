@@ -111,6 +111,19 @@ def test_batch_norm_momentum_is_each_members_own() -> None:
     assert_same_step(lambda seed: nn.BatchNorm1d(3, momentum=(0.1, 0.5, 0.9)[seed]), torch.randn(4, 3).double())
 
 
+def test_batch_norm_without_momentum_averages_over_all_batches() -> None:
+    def make(seed: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, momentum=None), nn.ReLU())
+
+    array = assert_same_step(make, torch.randn(3, 1, 5, 5).double())
+    assert array.member(0).state_dict()["1.num_batches_tracked"] == 2
+    array.verify()
+    array.eval().verify()
+    models = built(make, 2)
+    fuse(models, torch.randn(3, 1, 5, 5).double())
+    assert "forward" not in vars(models[0][1])  # type: ignore[index]
+
+
 def test_optimizer_state_survives_repacking() -> None:
     array = fuse([nn.Linear(2, 2) for _ in range(3)], torch.ones(2, 2))
     optimizer = array.optimizer(torch.optim.Adam, lr=[0.1, 0.2, 0.3])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from burstpool.errors import FusionError, TraceError
+from burstpool.fusion.cumulative import cumulative_norm, cumulative_norms_as_tensors
 from burstpool.fusion.plan import Plan
 from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.base import nodes_in, with_members
@@ -130,11 +131,13 @@ def _captured(model: nn.Module, example: Example, member: int) -> Capture:
     device = next((tensor.device for tensor in model.state_dict().values()), torch.device("cpu"))
     try:
         # A graph is captured when it is first run: whether that is under autocast must make no difference to it.
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False), cumulative_norms_as_tensors(model):
             return capture(model, *example)
     except TraceError as error:
         advice = ', or pass fallback="modules"'  # which an array does not have
-        raise FusionError(f"member {member}: {str(error).replace(advice, '')}") from error
+        norm = cumulative_norm(model)
+        hint = "" if norm is None else f"; module {norm or 'itself'!r} has momentum=None: give it a number"
+        raise FusionError(f"member {member}: {str(error).replace(advice, '')}{hint}") from error
 
 
 def _same_all(first: Sequence[Operator], other: Sequence[Operator]) -> bool:
