@@ -36,6 +36,28 @@ class Perturbed(nn.Linear):
         return super().forward(x) * random.random()
 
 
+class Reversal(torch.autograd.Function):
+    """The gradient turned round, as adversarial training of features has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Adversarial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(Reversal.apply(self.features(x)))
+        return y
+
+
 def with_parameter_hook() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     model[0].weight.register_hook(lambda gradient: gradient * 0)  # type: ignore[union-attr, operator]
@@ -70,6 +92,7 @@ def with_growing_forward_hook() -> nn.Module:
     [
         (Warming, r"step 2 member 0's own module gives another output .*first in module 'last'.*Python state"),
         (lambda: Perturbed(4, 3), r"another output .*random numbers that are not torch's"),
+        (Adversarial, r"gives 'features.weight' another gradient .*autograd.Function's own backward"),
         (with_parameter_hook, r"gives '0.weight' another gradient .*hooks on parameter '0.weight'"),
         (with_accumulated_hook, r"'weight' of member 0 has a hook on its accumulated gradient"),
         (with_backward_hook, r"gives '0.weight' another gradient .*hooks on module '1'"),
@@ -207,6 +230,10 @@ def test_verify_raises_no_false_alarm(build: Callable[[], nn.Module]) -> None:
 def test_verify_takes_bags(mode: str) -> None:
     array = fuse([nn.EmbeddingBag(9, 4, mode=mode) for _ in range(2)], torch.arange(12).view(3, 4) % 9, verify=True)
     assert {operator.way for operator in array.explain().operators if "bag" in operator.operator} == {"rule"}
+
+
+def test_verify_takes_sparse_gradients() -> None:
+    fuse([nn.Embedding(9, 4, sparse=True) for _ in range(2)], torch.arange(12).view(3, 4) % 9, verify=True)
 
 
 def test_verify_takes_the_log_probabilities_of_adaptive_softmax() -> None:

@@ -49,6 +49,11 @@ def difference_of(a: Tensor, b: Tensor) -> float:
     return float((a.to(wide) - b.to(wide)).abs().max())
 
 
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """An embedding's sparse gradient as others are."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
 def cloned(value: Any) -> Any:
     """A tensor as a leaf of its own; all else as it is."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

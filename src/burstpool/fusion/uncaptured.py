@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
-from burstpool.fusion.compare import cloned, difference_of, is_close, loss_of, size_of, with_absent
+from burstpool.fusion.compare import cloned, dense, difference_of, is_close, loss_of, size_of, with_absent
 from burstpool.fusion.modes import Example
 from burstpool.fusion.serial import alone, random_operators, tensors_of
 from burstpool.fusion.streams import Streams
@@ -177,7 +177,8 @@ class _Comparison:
         return FusionError(
             f"verification failed: in its step {self.step} member {self.member}'s own module {what} than the graph "
             f"captured of it{where}{size}: the model does something that a captured graph does not hold, such as "
-            f"hooks, Python state that changes, or random numbers that are not torch's{hooks}"
+            "hooks, an autograd.Function's own backward, Python state that changes, or random numbers that are not "
+            f"torch's{hooks}"
         )
 
 
@@ -207,8 +208,7 @@ def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tens
         loss.backward()  # type: ignore[no-untyped-call]
     found: dict[str, Tensor | None] = {}
     for key, parameter in parameters.items():
-        gradient = parameter.grad
-        found[key] = None if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
+        found[key] = dense(parameter.grad)
         parameter.grad = None
     return found
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from burstpool.errors import FusionError
-from burstpool.fusion.compare import cloned, difference_of, is_close, is_inexact, loss_of, size_of, with_absent
+from burstpool.fusion.compare import cloned, dense, difference_of, is_close, is_inexact, loss_of, size_of, with_absent
 from burstpool.fusion.double import doubled, doubled_mode
 from burstpool.fusion.modes import Example, Mode
 from burstpool.fusion.plan import Step
@@ -77,7 +77,7 @@ class Trace:
         wanted = [t for group in groups for t in group if t is not None and t.requires_grad]
         if not loss.requires_grad or not wanted:
             return
-        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
+        found = map(dense, torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
         for key, group in zip(keys, groups, strict=True):
             self.gradients[key] = [next(found) if t is not None and t.requires_grad else None for t in group]
 
