@@ -310,7 +310,7 @@ class BackgroundWork:
             return None
 
 
-def in_a_line(error: Exception) -> str:
+def in_a_line(error: BaseException) -> str:
     """An exception in words, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
