@@ -27,6 +27,14 @@ def test_figures_compare_predicted_with_measured() -> None:
     assert (found.first_loss, found.last_loss) == (2.0, 2.0 / 60)
 
 
+def test_a_device_is_never_busy_for_more_than_the_steps_that_were_measured() -> None:
+    drawn = replace(timeline("measured", steps=3), step_time_s=1.0)  # most steps of the run were faster than these
+    span_s = drawn.stop_s - drawn.start_s
+    assert drawn.utilisation() == pytest.approx([busy_s / span_s for busy_s in drawn.all_busy_s()])
+    assert max(drawn.utilisation()) <= 1
+    assert figures(contents(measured=drawn)).measured_utilisation == pytest.approx(sum(drawn.utilisation()) / 2)
+
+
 def test_figures_are_none_where_nobody_knows() -> None:
     found = figures(contents(predicted=None, measured=None, trained=(), samples_per_step=None))
     assert (found.predicted_step_s, found.measured_step_s, found.step_error, found.last_loss) == (None,) * 4

@@ -84,8 +84,12 @@ class Timeline(Artifact):
         return tuple(found)
 
     def utilisation(self) -> tuple[float, ...]:
-        """Device → share of the steps' time in which it computes for the foreground, 0 to 1."""
-        total_s = self.step_time_s * self.num_steps
+        """Device → share of the steps' time in which it computes for the foreground, 0 to 1.
+
+        Measured steps differ, and all of a run may have been faster than those drawn: theirs is the time that counts.
+        """
+        measured = self.source == "measured"
+        total_s = self.stop_s - self.start_s if measured else self.step_time_s * self.num_steps
         return tuple(busy_s / total_s if total_s else 0.0 for busy_s in self.all_busy_s())
 
     def gaps(self) -> tuple[tuple[tuple[float, float], ...], ...]:
