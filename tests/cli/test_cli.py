@@ -141,8 +141,9 @@ def test_an_unwritable_output_is_a_mistake(tmp_path: Path, capsys: pytest.Captur
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_the_installed_command_ends_with_the_status() -> None:
-    command = [sys.executable, "-c", "from burstpool.cli import main; main()", "profile", "zoo:none"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("start", [["-c", "from burstpool.cli import main; main()"], ["-m", "burstpool"]])
+def test_the_installed_command_ends_with_the_status(start: list[str]) -> None:
+    done = subprocess.run([sys.executable, *start, "profile", "zoo:none"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("burstpool: error: ")
