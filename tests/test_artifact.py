@@ -1,5 +1,6 @@
 """Artifacts: written whole or not at all, read strictly."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from burstpool.artifact import STRICT, Artifact, write_whole
+from burstpool.artifact import STRICT, Artifact, json_line, write_whole
 from burstpool.errors import ArtifactError
 
 
@@ -87,6 +88,11 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
         write_whole(path, "half of")
     assert path.read_text() == before
     assert os.listdir(tmp_path) == ["thing.json"]
+
+
+def test_what_scripts_read_has_null_for_numbers_that_json_does_not_know() -> None:
+    value = {"loss": math.nan, "losses": [1.5, (math.inf, -math.inf)], "name": "nan", "steps": 3}
+    assert json_line(value) == '{"loss": null, "losses": [1.5, [null, null]], "name": "nan", "steps": 3}'
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Takes and returns plain dataclasses; knows nothing of what they mean.
 
 import dataclasses
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -82,6 +83,19 @@ def _lines(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
         return "[\n" + ",\n".join(f" {json.dumps(entry, allow_nan=False)}" for entry in value) + "\n]"
     return json.dumps(value, allow_nan=False)
+
+
+def json_line(value: Any) -> str:
+    """What scripts read: one line of JSON, with null for a number that is not finite, which JSON has no word for."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> Path:

@@ -4,7 +4,6 @@ What is shown is the list STEPS; each step's code lies in a file of its own (`cl
 goes to standard error and its figures, one JSON object, to standard output.
 """
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from burstpool.artifact import json_line
 from burstpool.cli.demo_burst import plan_and_train
 from burstpool.cli.demo_measure import measure_layers, trace_model
 from burstpool.cli.demo_share import share_gaps
@@ -62,4 +62,4 @@ def demo(
         story.say(f"{'' if number == 1 else chr(10)}{number}. {title}", style="bold")
         step.tell(story)
     if as_json:
-        print(json.dumps({"job": story.job.name, "num_devices": devices, "folder": str(story.folder)} | story.figures))
+        print(json_line({"job": story.job.name, "num_devices": devices, "folder": str(story.folder)} | story.figures))

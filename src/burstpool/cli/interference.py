@@ -3,7 +3,6 @@
 Writes the table that `burstpool simulate --interference` takes. Wants a machine that does nothing else meanwhile.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from burstpool.artifact import json_line
 from burstpool.cli.progress import progress_bar
 from burstpool.errors import RunError, ShareError
 
@@ -32,7 +32,7 @@ def interference(
     if output is not None:
         table.save(output)
     if as_json:
-        print(json.dumps({"device": table.device, "pairs": [asdict(pair) for pair in table.pairs]}))
+        print(json_line({"device": table.device, "pairs": [asdict(pair) for pair in table.pairs]}))
         return
     console = Console()
     console.print(str(table), markup=False, highlight=False)

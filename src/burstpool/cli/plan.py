@@ -5,7 +5,6 @@ Prints the predicted step as a picture and the blocks as a table or, with `--jso
 writes the plan and, beside it, `plan.inputs.json` with what it was made from, for `burstpool simulate plan.json`.
 """
 
-import json
 import re
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from burstpool.artifact import json_line
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds, size
 from burstpool.cluster.spec import ClusterSpec
@@ -78,7 +78,7 @@ def plan(
         inputs.save(PlanInputs.path(output))
         found.save(output)
     if as_json:
-        print(json.dumps(in_short(found) | {"planning_time_s": planning_time_s}))
+        print(json_line(in_short(found) | {"planning_time_s": planning_time_s}))
         return
     console = Console()
     show_plan(found, inputs, console)

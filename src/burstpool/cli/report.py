@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from burstpool import __version__
-from burstpool.artifact import write_whole
+from burstpool.artifact import json_line, write_whole
 from burstpool.cli.plan import load_profiles
 from burstpool.errors import ArtifactError, BurstpoolError, PlanError
 from burstpool.plan.inputs import PlanInputs
@@ -70,7 +70,7 @@ def report(
     found = figures(contents)
     if as_json:
         files = {"report": str(written), "perfetto": str(perfetto) if perfetto is not None else None}
-        print(json.dumps(files | dataclasses.asdict(found) | {"notes": list(contents.notes)}))
+        print(json_line(files | dataclasses.asdict(found) | {"notes": list(contents.notes)}))
     else:
         _show(found, contents, [written, *([perfetto] if perfetto is not None else [])])
     if open_page:
@@ -85,7 +85,7 @@ def _report_sweep(run_folder: Path, output: Path | None, *, open_page: bool, as_
     contents = sweep_contents(SweepFolder.open(run_folder))
     written = write_whole(output or run_folder / "report.html", sweep_page(contents))
     if as_json:
-        print(json.dumps({"report": str(written), "trials": len(contents.trials), "best": contents.best}))
+        print(json_line({"report": str(written), "trials": len(contents.trials), "best": contents.best}))
     else:
         line = f"{contents.job}: {len(contents.trials)} trials by {contents.search} search"
         for text in (line, *(f"note: {note}" for note in contents.notes), f"Written to {written}"):

@@ -5,7 +5,6 @@ it, or from `--profile` and `--cluster`. Prints the timeline as a picture or, wi
 gaps; `-o` writes the timeline.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from burstpool.artifact import json_line
 from burstpool.cli.plan import load_profiles
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds
@@ -65,7 +65,7 @@ def simulate(
         sharing = _shared(one_step, plan, inputs.profiles[0], background, interference, slowdown)
     if as_json:
         found = {"model": plan.model, "strategy": plan.strategy, "batch": plan.batch} | in_short(timeline)
-        print(json.dumps(found | (sharing_in_short(sharing) if sharing is not None else {})))
+        print(json_line(found | (sharing_in_short(sharing) if sharing is not None else {})))
         return
     console = Console()
     console.print(Text(f"{plan.model}, batch {plan.batch}, strategy {plan.strategy}", style="bold"))

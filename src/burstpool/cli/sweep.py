@@ -5,7 +5,6 @@ had been trained alone. Shows a table while it runs and writes a run folder with
 a page of curves. Ctrl-C writes a checkpoint; `--resume RUN` goes on. `--json` prints what came of it as one object.
 """
 
-import json
 import logging
 import sys
 import time
@@ -20,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from burstpool.artifact import json_line
 from burstpool.cli.show import seconds
 from burstpool.errors import RunError
 from burstpool.report.words import runs
@@ -110,7 +110,7 @@ def sweep(
             print(f"burstpool: {error}; go on with: burstpool sweep --resume {error.folder}", file=sys.stderr)
             raise
     if as_json:
-        print(json.dumps(in_short(result)))
+        print(json_line(in_short(result)))
         return
     show_result(result, Console())
 

@@ -5,7 +5,6 @@ the data-parallel planner can decide (`--no-measure` splits evenly at once). Sho
 it runs, and writes a run folder. With `--json`, one JSON object says what came of it.
 """
 
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from burstpool.artifact import json_line
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds
 from burstpool.errors import RunError
@@ -99,7 +99,7 @@ def train(
             print(f"burstpool: {error}; go on with --resume {error.folder}", file=sys.stderr)
             raise
     if as_json:
-        print(json.dumps(in_short(result, found)))
+        print(json_line(in_short(result, found)))
         return
     _show(result, found, Console())
 
