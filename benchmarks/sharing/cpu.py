@@ -58,6 +58,8 @@ def running(backgrounds: list[Background], folder: Path) -> Iterator[list[Keeper
     try:
         for keeper in keepers:
             keeper.start()
+        for keeper in keepers:
+            keeper.wait_until_prepared(60.0)
         while any(keeper.gate.done().steps < 3 for keeper in keepers):
             time.sleep(0.01)
         yield keepers

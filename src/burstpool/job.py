@@ -172,15 +172,15 @@ def settings_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[
     return dict(bound.arguments)
 
 
-def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
-    """`["lr=0.1", "width=64"]` as a dict."""
+def parse_settings(pairs: Iterable[str], *, given_by: str = "--set") -> dict[str, str]:
+    """`["lr=0.1", "width=64"]` as a dict; `given_by` begins what is said of a mistake."""
     settings = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise JobError(f"--set {pair} is not of the form name=value")
+            raise JobError(f"{given_by} {pair} is not of the form name=value")
         if key in settings:
-            raise JobError(f"--set {key} is given twice")
+            raise JobError(f"{given_by} {key} is given twice")
         settings[key] = value
     return settings
 

@@ -35,8 +35,8 @@ from burstpool.share.budget import Budget
 from burstpool.share.cuda import share_on_cuda
 from burstpool.share.gpu import Idle, SharedGpu, streams
 from burstpool.share.gpu_memory import memory_cap
-from burstpool.share.keeper import sliced_plan
 from burstpool.share.partition import confined_stream
+from burstpool.share.preparing import sliced_plan
 from burstpool.share.width import PARTS, Widths
 
 pytestmark = [

@@ -37,9 +37,10 @@ from burstpool.share.evictions import Evictions, Memory, Stay
 from burstpool.share.feeding import Feeder
 from burstpool.share.gate import Gate
 from burstpool.share.gpu import SharedGpu, streams
-from burstpool.share.keeper import Keeper, sliced_plan
+from burstpool.share.keeper import Keeper
 from burstpool.share.moving import give_back
 from burstpool.share.partition import confined_stream
+from burstpool.share.preparing import sliced_plan
 from burstpool.share.second_process import SecondProcess
 from burstpool.share.width import Widths
 

@@ -1,6 +1,9 @@
 """`burstpool share`, `burstpool interference` and `burstpool simulate --background`, as a user calls them."""
 
 import json
+import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,8 @@ from burstpool.run.torchrun import Silent
 from burstpool.run.trainer import InterruptedRun
 from burstpool.run.worker import Task
 from burstpool.schedule.lower import lower
-from burstpool.share.base import Background, ShareOutcome, ShareRequest
+from burstpool.share.announce import StepLog
+from burstpool.share.base import Background, BackgroundOutcome, ShareOutcome, ShareRequest
 from burstpool.share.gate import Gate
 from burstpool.share.gpu import alone_in_a_group
 from burstpool.share.interference import InterferenceTable, Pair
@@ -75,8 +79,9 @@ def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.Captu
 
 def test_autocast_reaches_a_background_of_one_job(tmp_path: Path) -> None:
     keeper = Keeper(Background(source=JOBS), Gate.create(tmp_path / "gate"), tmp_path, autocast="bf16")
-    assert isinstance(keeper._prepared, Task)
-    assert keeper._prepared.options.autocast == "bf16"
+    task = keeper._prepare()
+    assert isinstance(task, Task)
+    assert task.options.autocast == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -88,8 +93,11 @@ def test_autocast_reaches_a_background_of_one_job(tmp_path: Path) -> None:
         (["share", JOBS, "--with", "zoo:tiny_mlp", "--device", "abacus"], "pass --device cpu"),
         (["share", JOBS, "--with", f"{JOBS} width=3", "--steps", "5"], "no hyper-parameter 'width'"),
         (["share", JOBS, "--with", "'zoo:tiny_mlp"], "cannot be read"),
+        (["share", JOBS, "--with", ""], "--with '' names no job; e.g. --with 'job.py lr=0.1'"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp lr"], "--with 'zoo:tiny_mlp lr': lr is not of the form name=value"),
         (["share", JOBS, "--with", "zoo:tiny_mlp", "--batch", "-5"], "--batch"),
         (["share", JOBS, "--with", "zoo:tiny_mlp", "--batch", "0"], "--batch"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp lr=0.1,0.2", "--batch", "1000000"], "pass a smaller batch"),
         *[
             (["share", JOBS, "--with", "zoo:tiny_mlp", "--memory", memory], f"--memory {memory} must be more than 0")
             for memory in ("nan", "inf", "0", "-5")
@@ -104,6 +112,7 @@ def test_mistakes_end_in_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert message in lines[0]
+    assert not list(tmp_path.iterdir())  # nothing half-made, over which the same command would stumble
 
 
 def test_an_interrupted_run_says_its_step_and_its_folder(
@@ -115,6 +124,45 @@ def test_an_interrupted_run_says_its_step_and_its_folder(
     monkeypatch.setattr("burstpool.share.cpu.share_on_cpu", interrupted)
     assert run(["share", JOBS, "--with", JOBS, "--run-folder", str(tmp_path / "run")]) == 130
     assert f"stopped after step 7; what it has learnt is in {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_before_the_foreground_began_nothing_is_left(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates: list[Path] = []
+
+    def stopped(keepers: list[Keeper]) -> None:
+        gates.extend(keeper.gate.path for keeper in keepers)
+        assert gates[0].exists()
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("burstpool.share.workers._started", stopped)
+    monkeypatch.chdir(tmp_path)
+    assert run(["share", JOBS, "--with", JOBS]) == 130
+    assert capsys.readouterr().err == "burstpool: stopped; nothing was trained or written\n"
+    assert not gates[0].parent.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_losses_that_are_no_numbers_are_null_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = BackgroundOutcome(
+        name="array", device=0, steps=1, kept=None, alone_step_s=None, state="ended", reason="", restarts=0,
+        evictions=0, losses=[[0.5, math.nan]],
+    )  # fmt: skip
+    outcome = ShareOutcome(
+        folder=tmp_path, losses=(0.1, math.inf), step_time_s=0.1, slowdown=1.0, slowdown_p95=None, alone_p95=None,
+        alone_step_s=None, backgrounds=(array,), timeline=None,
+    )  # fmt: skip
+    monkeypatch.setattr("burstpool.share.cpu.share_on_cpu", lambda *_, **__: outcome)
+    assert run(["share", JOBS, "--with", JOBS, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["losses"] == [0.1, None]
+    assert found["backgrounds"][0]["losses"] == [[0.5, None]]
+    StepLog(times_s=[0.1, math.nan]).save(tmp_path / "sharing.json")
+    assert json.loads((tmp_path / "sharing.json").read_text(), parse_constant=pytest.fail)["times_s"] == [0.1, None]
 
 
 def test_values_of_settings_make_an_array_and_an_array_is_spread_over_devices() -> None:

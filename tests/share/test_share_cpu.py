@@ -1,6 +1,7 @@
 """Sharing on CPU workers, with real processes."""
 
 import contextlib
+import itertools
 import math
 import multiprocessing
 import threading
@@ -9,12 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from burstpool.engine.base import Place, phrase
-from burstpool.errors import ShareError
+from burstpool.errors import RunError, ShareError
 from burstpool.job import load_job
 from burstpool.run.even import even_plan
 from burstpool.run.options import RunOptions
@@ -23,14 +25,16 @@ from burstpool.run.trainer import InterruptedRun, train
 from burstpool.share.announce import Announcer, Pace, StepLog, p95, slowdowns
 from burstpool.share.base import Background, ShareOutcome, ShareRequest, find, refuse_used
 from burstpool.share.budget import Allowance, Budget, Moment
+from burstpool.share.claim import claimed
 from burstpool.share.cpu import share_on_cpu
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gate import Gate
 from burstpool.share.gated import GatedDoing
-from burstpool.share.keeper import Keeper, sliced_plan
+from burstpool.share.keeper import Keeper
 from burstpool.share.measure_interference import LAYERS, _rates, _run, count_in_window, measure_on_cpu
 from burstpool.share.memory import MemoryWatch
 from burstpool.share.on_device import WhenReached
+from burstpool.share.preparing import sliced_plan
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 OPTIONS = RunOptions(timeout_s=60, timeline_steps=10)
@@ -123,6 +127,26 @@ def test_a_background_that_is_killed_or_allocates_without_end_fails_alone_after_
         assert each.pid is None  # nothing is left behind
 
 
+def test_a_background_whose_model_cannot_even_be_traced_fails_alone(tmp_path: Path) -> None:
+    def keeper(what: str) -> Keeper:
+        background = Background(source=JOBS, settings=({"what": what, "after": 1},), lowest_priority=False)
+        return Keeper(background, Gate.create(tmp_path / f"gate-{what}"), tmp_path / what)
+
+    killed, hung = keeper("kill"), keeper("hang")
+    killed.start()
+    hung.start()
+    assert not killed.wait_until_prepared(60)
+    assert killed.join(1)
+    assert (killed.kept.state, killed.kept.restarts) == ("failed", 1)
+    assert "was killed by SIGKILL" in killed.kept.reason
+    wait_for(lambda: hung._doing() == "tracing the model")
+    assert not hung.wait_until_prepared(0)
+    assert hung.gate.is_away  # what it cannot use yet is the others'
+    hung.stop()
+    assert hung.kept.state == "failed"
+    assert hung.kept.reason == "it was not ready when it was asked to end; it was tracing the model"
+
+
 def test_unknown_device_is_refused() -> None:
     with pytest.raises(Exception, match="pass --device cpu"):
         find("abacus")
@@ -145,12 +169,47 @@ def test_a_gate_allows_by_moment_and_counts_by_moment(tmp_path: Path) -> None:
         other.end_slice()
     done = gate.done()
     assert min(done.overlapped_s, done.in_gaps_s, done.outside_s) > 0
-    assert len(gate.slices()) == 3
+    assert len(gate.slices()) == 2  # not what comes after the foreground
     assert all(start < stop for start, stop in gate.slices())
     gate.close()
     assert [other.allowed_s(moment) for moment in (Moment.COMPUTING, Moment.WAITING, Moment.IDLE)] == [0, 0, 0]
     gate.let_leave()
     assert other.allowed_s(Moment.COMPUTING) == math.inf
+
+
+def test_what_a_background_does_when_the_foreground_has_ended_does_not_push_earlier_slices_out(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path / "gate")
+    gate.begin_slice(Moment.WAITING)
+    gate.end_slice()
+    [seen] = gate.slices()
+    for _ in range(20_000):
+        gate.begin_slice(Moment.ENDED)
+        gate.end_slice()
+    assert gate.slices() == [seen]
+    assert gate.done().outside_s > 0
+
+
+def test_a_background_that_is_gone_leaves_its_part_to_the_others_of_its_device(tmp_path: Path) -> None:
+    gates = [Gate.create(tmp_path / str(i)) for i in range(3)]
+    pace = Pace(Budget(), (), [gates[:2], gates[2:]])
+    pace._controller = Mock(allowance=allowance(0.004), alone_s=None)
+    steps = itertools.count()
+
+    def allowed() -> list[float]:
+        pace.begin(next(steps))
+        return [gate.allowed_s(Moment.COMPUTING) for gate in gates]
+
+    assert allowed() == [0.002, 0.002, 0.004]
+    gates[0].say_away(True)
+    assert allowed()[1:] == [0.004, 0.004]
+    gates[0].say_away(False)
+    assert allowed() == [0.002, 0.002, 0.004]
+    gates[2].say_away(True)
+    gates[1].begin_slice(Moment.COMPUTING)
+    torch.ones(300, 300) @ torch.ones(300, 300)
+    work_s = gates[1].end_slice()
+    allowed()
+    assert pace.log.overlapped_s[-1] == pytest.approx(work_s)  # on the one device that has company
 
 
 def test_a_small_allowance_adds_up_to_a_slice_now_and_then(tmp_path: Path) -> None:
@@ -315,8 +374,10 @@ def test_stopping_a_job_that_was_evicted_does_not_start_it_again(tmp_path: Path)
     keeper.gate.allow(allowance(), step=0)
     keeper.start()
     wait_for(lambda: keeper.is_here)
+    assert not keeper.gate.is_away
     assert keeper.evict("no memory")
     wait_for(lambda: not keeper.is_here)
+    assert keeper.gate.is_away
     keeper.stop()
     assert keeper.join(0)
     assert keeper.attempts == keeper.kept.evictions == 1
@@ -338,6 +399,27 @@ def test_a_job_that_was_just_starting_when_it_was_asked_to_leave_is_asked_again(
     assert keeper.kept.state == "ended"
 
 
+def test_a_job_that_hangs_when_it_is_asked_to_end_has_failed_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burstpool.share.keeper._LEAVE_S", 0.05)
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+
+    def hang(keeper: _Attempts) -> None:
+        process.join()
+        raise RunError("rank 0 was killed by SIGKILL")
+
+    keeper = _Attempts(tmp_path, hang)
+    keeper._prepared = Mock()
+    keeper._engine.workers = Mock(**{"pids.return_value": [process.pid], "doing.return_value": "in step 7, forward a"})
+    keeper.start()
+    wait_for(lambda: keeper.is_here)
+    keeper.stop()
+    assert keeper.kept.state == "failed"
+    assert keeper.kept.reason == "it did not answer for 0.05 s when it was asked to end; it was in step 7, forward a"
+
+
 @pytest.mark.parametrize(
     ("error", "state", "reason"),
     [(None, "ended", ""), (OSError(28, "No space left on device"), "failed", "OSError: [Errno 28] No space left")],
@@ -357,6 +439,7 @@ def test_a_job_that_is_over_says_what_it_was_and_is_not_evicted(
     assert keeper.kept.state == state
     assert keeper.kept.reason.startswith(reason)
     assert keeper.kept.evictions == 0
+    assert keeper.gate.is_away
     assert bool(keeper.kept.reason) == bool(reason)
 
 
@@ -366,6 +449,9 @@ def test_a_process_that_goes_while_it_is_asked_to_leave_raises_nothing(tmp_path:
             raise ValueError("process object is closed")
 
         def ask_to_stop(self) -> None: ...
+
+        def doing(self, rank: int) -> str:
+            return "in step 3"
 
     keeper = _Attempts(tmp_path, until_asked)
     keeper._engine.workers = Closed()  # type: ignore[assignment]
@@ -383,13 +469,37 @@ def wait_for(happens: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_folder_that_holds_a_run_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(ShareError, match="choose another"):
+@pytest.mark.parametrize("left", ["run.json", "background/0/array.pt", "checkpoints/step-00000050/state.json"])
+def test_a_folder_that_holds_anything_of_a_run_is_refused_before_it_is_changed(left: str, tmp_path: Path) -> None:
+    (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / left).write_text("{}")
+    with pytest.raises(ShareError, match=r"choose another --run-folder"):
         share(tmp_path, Background(source=JOBS), devices=1, steps=2)
-    with pytest.raises(ShareError, match="choose another"):
+    with pytest.raises(ShareError, match=r"choose another --run-folder"):
         refuse_used(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / left]
+
+
+def test_a_share_that_never_began_gives_its_folder_back_as_it_was(tmp_path: Path) -> None:
+    own = tmp_path / "there" / "notes.txt"
+    own.parent.mkdir()
+    own.write_text("mine")
+
+    def stopped(folder: Path, *, has_begun: bool) -> None:
+        with claimed(folder) as begin:
+            (folder / "background" / "0").mkdir(parents=True)
+            (folder / "run.json").write_text("{}")
+            if has_begun:
+                begin()
+            raise KeyboardInterrupt
+
+    for folder in (own.parent, tmp_path / "runs" / "new"):
+        with pytest.raises(KeyboardInterrupt):
+            stopped(folder, has_begun=False)
+    assert sorted(tmp_path.rglob("*")) == [own.parent, own]
+    with pytest.raises(KeyboardInterrupt):
+        stopped(own.parent, has_begun=True)
+    assert (own.parent / "run.json").exists()
 
 
 def test_both_processes_count_within_one_window() -> None:

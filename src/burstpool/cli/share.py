@@ -10,7 +10,6 @@ Shows the foreground's speed, its slowdown and the background's throughput while
 """
 
 import itertools
-import json
 import math
 import shlex
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from burstpool.artifact import json_line
 from burstpool.cli.progress import progress_bar
 from burstpool.errors import RunError, ShareError
 
@@ -62,7 +62,7 @@ def share(
 ) -> None:
     """Train background jobs in what a foreground job leaves, within a slowdown budget."""
     from burstpool.job import load_job, parse_settings
-    from burstpool.run.folder import new_run_path
+    from burstpool.run.folder import RunFolder, new_run_path
     from burstpool.run.options import RunOptions
     from burstpool.run.trainer import InterruptedRun
     from burstpool.share.base import ShareRequest, find
@@ -95,8 +95,13 @@ def share(
         except InterruptedRun as error:
             print(f"burstpool: {error}; what it has learnt is in {error.folder}", file=sys.stderr)
             raise
+        except KeyboardInterrupt:
+            has_run = RunFolder(request.run_folder).record.exists()
+            what = f"what it has learnt is in {request.run_folder}" if has_run else "nothing was trained or written"
+            print(f"burstpool: stopped; {what}", file=sys.stderr)
+            raise
     if as_json:
-        print(json.dumps(in_short(outcome)))
+        print(json_line(in_short(outcome)))
         return
     _show(outcome, slowdown, Console())
 
@@ -110,10 +115,13 @@ def background(words: str, memory_mib: float | None = None) -> "Background":
     if memory_mib is not None and not 1 / (1 << 20) <= memory_mib < math.inf:
         raise ShareError(f"--memory {memory_mib:g} must be more than 0 MiB; e.g. --memory 512")
     try:
-        source, *pairs = shlex.split(words)
+        source, *pairs = shlex.split(words) or [""]
     except ValueError as error:
         raise ShareError(f"--with {words!r} cannot be read: {error}; e.g. --with 'job.py lr=0.1'") from None
-    values = {name: text.split(",") for name, text in parse_settings(pairs).items()}
+    if not source:
+        raise ShareError(f"--with {words!r} names no job; e.g. --with 'job.py lr=0.1'")
+    given = parse_settings(pairs, given_by=f"--with {words!r}:")
+    values = {name: text.split(",") for name, text in given.items()}
     members = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
     memory_bytes = None if memory_mib is None else int(memory_mib * (1 << 20))
     return Background(source=source, settings=tuple(members), memory_bytes=memory_bytes)

@@ -13,6 +13,7 @@ import pickle
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -31,6 +32,7 @@ _END_S = 5.0
 """How long a worker may take to die of SIGTERM."""
 _STEP = struct.Struct("q")
 _PR_SET_PDEATHSIG = 1
+_ENVIRONMENT = threading.Lock()
 
 
 class SharedDoing:
@@ -269,14 +271,15 @@ def die_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables that new processes inherit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    """Sets variables that new processes inherit; for one thread after the other, as there is one environment."""
+    with _ENVIRONMENT:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from burstpool.artifact import json_line
 from burstpool.engine.base import Doing
 from burstpool.share.budget import Budget, Controller, Gap, Moment, StepTaken
 from burstpool.share.gate import MOMENTS, Gate
@@ -52,7 +53,7 @@ class StepLog:
 
     def save(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps({name: getattr(self, name) for name in self.__slots__}), encoding="utf-8")
+        path.write_text(json_line({name: getattr(self, name) for name in self.__slots__}), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "StepLog":
@@ -68,7 +69,6 @@ class Pace:
         self._gates = gates
         self._all = [gate for gates_here in gates for gate in gates_here]
         self._recent_s: deque[float] = deque(maxlen=_FOR_VIEW)
-        self._num_shared = max(sum(1 for gates_here in gates if gates_here), 1)
         self._before = (0.0, 0.0)
         self._counts: dict[str, int] = {}
         self._begun_s: float | None = None
@@ -93,10 +93,11 @@ class Pace:
             return
         work = self._work()
         overlapped_s, in_gaps_s = (max(now - before, 0.0) for now, before in zip(work, self._before, strict=True))
+        num_shared = max(sum(1 for gates_here in self._gates if _num_here(gates_here)), 1)
         taken = StepTaken(
             time_s=max(now_s - self._begun_s, 1e-9),
-            overlapped_s=overlapped_s / self._num_shared,
-            in_gaps_s=in_gaps_s / self._num_shared,
+            overlapped_s=overlapped_s / num_shared,
+            in_gaps_s=in_gaps_s / num_shared,
         )
         self._controller.observe(taken)
         log = self.log
@@ -119,8 +120,14 @@ class Pace:
 
     def _allow(self, step: int) -> None:
         for gates_here in self._gates:
+            share = 1 / max(_num_here(gates_here), 1)
             for gate in gates_here:
-                gate.allow(self._controller.allowance, step=step, share=1 / len(gates_here))
+                gate.allow(self._controller.allowance, step=step, share=share)
+
+
+def _num_here(gates: Sequence[Gate]) -> int:
+    """Backgrounds of a device that can use what is allowed."""
+    return sum(1 for gate in gates if not gate.is_away)
 
 
 class Announcer:

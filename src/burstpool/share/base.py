@@ -25,6 +25,8 @@ IMPLEMENTATIONS: dict[str, str] = {
     "cuda": "burstpool.share.cuda:share_on_cuda",
 }
 """Kind of device → `module:function`, loaded when it is asked for."""
+BACKGROUND = "background"
+"""In the run folder, where background i has its own, called `i`."""
 _ENDLESS = 1_000_000_000
 
 
@@ -145,11 +147,15 @@ class ShareFunction(Protocol):
 
 
 def refuse_used(folder: Path) -> None:
-    """Before anything is written: a folder that holds a run keeps it, as sharing does not go on with one."""
+    """Before anything is written: a folder that holds a run, or a part of one, keeps it.
+
+    Sharing does not go on with a run, and a background would go on from a checkpoint that it found.
+    """
     from burstpool.run.folder import RunFolder
 
-    if RunFolder(folder).record.exists():
-        raise ShareError(f"{folder} holds a run already; choose another --run-folder")
+    run = RunFolder(folder)
+    if found := next((path for path in (run.record, folder / BACKGROUND, run.checkpoints) if path.exists()), None):
+        raise ShareError(f"{folder} holds a run already ({found.name}); choose another --run-folder")
 
 
 def refuse_fp16(options: "RunOptions") -> None:

@@ -20,11 +20,11 @@ from burstpool.share.budget import Allowance, Moment
 
 MOMENTS = tuple(Moment)
 """A moment is written as its place here."""
-_KEPT_SLICES = 4096
+_KEPT_SLICES = 16384
 _FREE = Allowance(alone=False, overlapped_s=math.inf, gaps_s=(), waiting_s=math.inf, reducing_s=math.inf)
 
 _MOMENT, _STEP, _OVERLAP, _WAITING, _REDUCING, _IDLE, _LEAVE, _ALONE_S, _RECENT_S = range(9)  # by the foreground's side
-_FREE_BYTES, _TOTAL_BYTES = range(9, 11)
+_FREE_BYTES, _TOTAL_BYTES, _AWAY = range(9, 12)
 _OVERLAPPED_S, _IN_GAPS_S, _OUTSIDE_S, _STEPS, _NUM_SLICES = range(16, 21)  # by the background
 _BUSY_SINCE, _BUSY_MOMENT, _BUSY_CPU_S, _BUSY_PID, _WAITS, _BY_WALL = range(21, 27)
 _FIRST_SLICE = 32
@@ -127,6 +127,15 @@ class Gate:
         self._numbers[_LEAVE] = float(leave)
         self.wake()
 
+    def say_away(self, away: bool) -> None:
+        """The background asks for nothing: it is being prepared, has left, failed or ended. Others get its part."""
+        self._numbers[_AWAY] = float(away)
+
+    @property
+    def is_away(self) -> bool:
+        """What `say_away` said; false before."""
+        return bool(self._numbers[_AWAY])
+
     def tell(self, *, alone_s: float, recent_s: float) -> None:
         """How long the foreground's steps take, alone and lately: for whoever watches."""
         self._numbers[_ALONE_S], self._numbers[_RECENT_S] = alone_s, recent_s
@@ -177,9 +186,10 @@ class Gate:
         by_wall = bool(numbers[_BY_WALL])
         work_s = time.time() - numbers[_BUSY_SINCE] if by_wall else time.process_time() - numbers[_BUSY_CPU_S]
         moment = MOMENTS[int(numbers[_BUSY_MOMENT])]
-        place = _FIRST_SLICE + 2 * (number % _KEPT_SLICES)
-        numbers[place], numbers[place + 1] = numbers[_BUSY_SINCE], time.time()
-        numbers[_NUM_SLICES] = number + 1
+        if moment is not Moment.ENDED:  # those are nobody's gaps, and would soon push all others out
+            place = _FIRST_SLICE + 2 * (number % _KEPT_SLICES)
+            numbers[place], numbers[place + 1] = numbers[_BUSY_SINCE], time.time()
+            numbers[_NUM_SLICES] = number + 1
         numbers[_column(moment)] += work_s
         numbers[_BUSY_SINCE] = 0.0
         return work_s
@@ -203,7 +213,7 @@ class Gate:
         return Done(overlapped_s=work[0], in_gaps_s=work[1], outside_s=work[2], steps=int(numbers[_STEPS]))
 
     def slices(self) -> list[tuple[float, float]]:
-        """(start, stop) of the last slices, in seconds of the machine's clock."""
+        """(start, stop) of the last slices before the foreground ended, in seconds of the machine's clock."""
         count = int(self._numbers[_NUM_SLICES])
         places = (_FIRST_SLICE + 2 * (n % _KEPT_SLICES) for n in range(max(count - _KEPT_SLICES, 0), count))
         return [(self._numbers[place], self._numbers[place + 1]) for place in places]

@@ -14,35 +14,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine, LocalWorkers
-from burstpool.errors import BurstpoolError, RunError
-from burstpool.job import load_job
-from burstpool.model.graph import LayerGraph
-from burstpool.plan.plan import Plan, PlannedBlock, even_shares
+from burstpool.errors import BurstpoolError, RunError, ShareError
 from burstpool.run.folder import RunFolder, read_losses
-from burstpool.run.options import RunOptions
-from burstpool.run.setup import trace_job
-from burstpool.run.trainer import InterruptedRun, prepare, resumed, run_prepared
+from burstpool.run.trainer import InterruptedRun, resumed, run_prepared
 from burstpool.run.worker import Task
 from burstpool.share.base import Background
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gate import Gate
 from burstpool.share.gated import GatedTask, gated_work
+from burstpool.share.preparing import Mistake, Preparing, prepare_work
 
 _LOG = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 """How long one that is asked to leave may take before it is killed."""
-_CHECKPOINT_EVERY = 50
 _ASK_S = 0.02
 """Between two times that it is asked to leave: a process that is only starting has not heard the first."""
-_BLOCKS = 8
-"""Blocks that a background's model is cut into: twice as many slices a step, and one for each change."""
 
 State = Literal["starting", "running", "evicted", "ended", "failed"]
 
@@ -61,7 +53,20 @@ class GatedEngine:
         self, work: Callable[[Place, Any], Any], task: Any, *, num_workers: int, silence_s: float
     ) -> LocalWorkers:
         """See `Engine`."""
-        gated = GatedTask(
+        gated = self._gated(work, task)
+        self.workers = LocalEngine().start(gated_work, gated, num_workers=num_workers, silence_s=silence_s)
+        return self.workers
+
+    def start_preparing(self, work: Callable[[Place, Any], Any], task: Any, *, silence_s: float) -> LocalWorkers:
+        """The same for what needs no GPU and asks at no gate."""
+        on_host = replace(
+            self._gated(work, task), gpu=None, memory_bytes=None if self._gpu is not None else self._memory_bytes
+        )
+        self.workers = LocalEngine().start(gated_work, on_host, num_workers=1, silence_s=silence_s)
+        return self.workers
+
+    def _gated(self, work: Callable[[Place, Any], Any], task: Any) -> GatedTask:
+        return GatedTask(
             work=work,
             task=task,
             gate=str(self._gate.path),
@@ -70,8 +75,6 @@ class GatedEngine:
             gpu=self._gpu,
             gpu_share=self._gpu_share,
         )
-        self.workers = LocalEngine().start(gated_work, gated, num_workers=num_workers, silence_s=silence_s)
-        return self.workers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,8 +124,12 @@ class Keeper:
         self._at_work = False
         self._deciding = threading.Lock()
         self._failed_at = -1
-        # Here, so that a user's mistake is told before anything starts, and nothing is traced beside the foreground.
-        self._prepared = self._prepare()
+        self._hung = ""
+        """What is to be said of one that had to be killed when it was asked to leave."""
+        self._prepared: Task | FusedTask | None = None
+        self._mistake: ShareError | None = None
+        self._is_ready = threading.Event()
+        """Prepared, or over before it could be."""
         self._thread = threading.Thread(target=self._keep, name=f"keeper of {background.name}", daemon=True)
 
     def start(self) -> None:
@@ -133,6 +140,13 @@ class Keeper:
         """Waits until it has ended for good; whether it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def wait_until_prepared(self, timeout_s: float) -> bool:
+        """Whether it gets so far in this time; raises ShareError where the user's mistake is in the way."""
+        self._is_ready.wait(timeout_s)
+        if self._mistake is not None:
+            raise self._mistake
+        return self._prepared is not None
 
     @property
     def pid(self) -> int | None:
@@ -171,18 +185,32 @@ class Keeper:
         self._ask_to_leave()
 
     def _ask_to_leave(self) -> None:
-        """Until it has: an attempt that begins at this moment is told too, and what takes too long is killed."""
-        deadline = time.monotonic() + _LEAVE_S
+        """Until it has: an attempt that begins at this moment is told too, and what takes too long is killed.
+
+        One that is being prepared has nothing to save, and is killed at once.
+        """
+        deadline, before = time.monotonic() + _LEAVE_S, self._doing()
         while self.is_here and (self._stopping or not self._may_run.is_set()):
             self.gate.let_leave()
             if (workers := self._engine.workers) is not None:
                 workers.ask_to_stop()
-            if time.monotonic() > deadline and (pid := self.pid) is not None:
+            is_late = self._prepared is None or time.monotonic() > deadline
+            if is_late and (pid := self.pid) is not None:
+                self._hung = self._why_killed(before)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_ASK_S)
         if self._stopping and self._thread.is_alive():
             self._thread.join()
+
+    def _why_killed(self, before: str) -> str:
+        """Of one that was doing this when it was asked to leave; nothing if it is only slow."""
+        doing = self._doing()
+        if self._prepared is None:
+            return f"it was not ready when it was asked to end; it was {doing}"
+        return (
+            f"it did not answer for {_LEAVE_S:g} s when it was asked to end; it was {doing}" if doing == before else ""
+        )
 
     def _keep(self) -> None:
         """Until it has ended, failed twice at one step, or is stopped. Whatever happens, the state says what it was."""
@@ -195,7 +223,10 @@ class Keeper:
             self._fail(error)
         finally:
             self._at_work = False
-        if self.kept.state == "running":
+            self._is_ready.set()
+        if self.kept.state == "running" and self._hung:
+            self.kept.state, self.kept.reason = "failed", self._hung
+        elif self.kept.state == "running":
             self.kept.state = "ended"
 
     def _keep_once(self) -> bool:
@@ -205,7 +236,8 @@ class Keeper:
             if not self._at_work:
                 return True
             self.gate.let_leave(False)
-            self.kept.state = "running"
+            self.gate.say_away(False)
+            self.kept.state, self._hung = "running", ""
         try:
             self._attempt()
         except InterruptedRun:
@@ -215,6 +247,7 @@ class Keeper:
             return self._stopping or not self._may_run.is_set() or self._goes_on_after(error)
         finally:
             self.gate.forget_slice()
+            self.gate.say_away(True)
             self.kept.losses = self._losses()
             self._at_work = False
         with self._deciding:
@@ -239,45 +272,41 @@ class Keeper:
 
     def _reached(self) -> int:
         """The step it was in: losses come in batches, and the last ones of a process that was killed are missing."""
-        words = self._engine.workers.doing(0) if self._engine.workers is not None else ""
-        match = re.match(r"in step (\d+)", words)
+        match = re.match(r"in step (\d+)", self._doing())
         return int(match[1]) if match else len(self._losses())
 
+    def _doing(self) -> str:
+        return self._engine.workers.doing(0) if self._engine.workers is not None else ""
+
     def _prepare(self) -> Task | FusedTask:
-        background = self.background
-        job = load_job(background.source, background.settings[0])
-        if len(background.settings) > 1:
-            for settings in background.settings[1:]:
-                load_job(background.source, settings)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            return FusedTask(
-                source=background.source,
-                settings=background.settings,
-                steps=background.steps,
-                checkpoint=str(self.folder.resolve() / "array.pt"),
-                checkpoint_every=_CHECKPOINT_EVERY,
-                autocast=self._autocast == "bf16",
-                device=self._device,
-            )
-        options = RunOptions(
+        """In a process of its own, since it runs the job's code."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        wanted = Preparing(
+            background=self.background,
+            run=RunFolder(self.folder / "run"),
+            checkpoint=str(self.folder.resolve() / "array.pt"),
             device=self._device,
-            cuda_graphs=False,  # a graph of the whole step could not be held up between slices
             autocast=self._autocast,
-            checkpoint_every=_CHECKPOINT_EVERY,
-            keep_checkpoints=1,
-            timeout_s=self._hang_s,
-            timeline_steps=0,
+            hang_s=self._hang_s,
         )
-        return prepare(
-            background.source,
-            sliced_plan(trace_job(job).graph, batch=job.batch, name=job.name),
-            steps=background.steps,
-            run_folder=self.folder / "run",
-            settings=dict(background.settings[0]),
-            options=options,
-        )[0]
+        workers = self._engine.start_preparing(prepare_work, wanted, silence_s=self._hang_s)
+        try:
+            while (results := workers.results()) is None:
+                workers.poll(0.25)
+        finally:
+            workers.terminate()
+        if isinstance(results[0], Mistake):
+            self._mistake = ShareError(results[0].words)
+            raise self._mistake
+        prepared: Task | FusedTask = results[0]
+        return prepared
 
     def _attempt(self) -> None:
+        if self._prepared is None:
+            self.gate.say_away(True)  # it does not ask yet
+            self._prepared = self._prepare()
+            self.gate.say_away(False)
+            self._is_ready.set()
         if isinstance(self._prepared, FusedTask):
             self._train_array(self._prepared)
         else:
@@ -303,20 +332,3 @@ class Keeper:
         if len(self.background.settings) > 1:
             return self.kept.losses
         return [loss.loss for loss in read_losses(self.folder / "run" / "losses.jsonl")]
-
-
-def sliced_plan(graph: LayerGraph, *, batch: int, name: str) -> Plan:
-    """One device, the model cut into a few blocks of as many layers each. Pure."""
-    count = min(_BLOCKS, len(graph.layers))
-    bounds = [round(i * len(graph.layers) / count) for i in range(count + 1)]
-    parts = [graph.layers[a:b] for a, b in pairwise(bounds)]
-    shares = even_shares(batch, (0,))
-    return Plan(
-        model=name or graph.model,
-        strategy="data",
-        num_devices=1,
-        batch=batch,
-        blocks=tuple(
-            PlannedBlock(name=part[0].name, layers=tuple(layer.name for layer in part), shares=shares) for part in parts
-        ),
-    )

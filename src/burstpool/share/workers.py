@@ -9,6 +9,7 @@ On GPUs both processes' kernels run side by side where an MPS server runs, else 
 the other. Workers say what they do when their device gets to it, and background steps run eagerly, slice by slice.
 """
 
+import signal
 import threading
 import time
 from bisect import bisect_right
@@ -24,12 +25,14 @@ from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine, LocalWorkers
 from burstpool.report.timeline import Event, Timeline
 from burstpool.run.folder import RunFolder
+from burstpool.run.outcome import Result
 from burstpool.run.progress import Progress
-from burstpool.run.trainer import train
+from burstpool.run.trainer import prepare, run_prepared
 from burstpool.schedule.actions import Kind
 from burstpool.share.announce import SHARING, Announcer, Pace, StepLog, slowdowns
-from burstpool.share.base import BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_fp16, refuse_used
+from burstpool.share.base import BACKGROUND, BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_fp16
 from burstpool.share.budget import Budget, Gap
+from burstpool.share.claim import claimed
 from burstpool.share.gate import Gate
 from burstpool.share.keeper import Keeper
 from burstpool.share.memory import MemoryWatch, available_bytes, reserve_bytes
@@ -99,7 +102,7 @@ class SharingEngine:
     """The local engine, with workers that hold gates."""
 
     def __init__(self, request: ShareRequest, gates: Sequence[Sequence[Gate]], log: Path) -> None:
-        self._request, self._gates, self._log = request, gates, log
+        self._request, self._gates, self.log = request, gates, log
         self.workers: LocalWorkers | None = None
 
     def start(
@@ -112,7 +115,7 @@ class SharingEngine:
             gates=tuple(tuple(str(gate.path) for gate in gates) for gates in self._gates),
             budget=self._request.budget,
             gaps=self._request.gaps,
-            log=str(self._log),
+            log=str(self.log),
             on_gpu=self._request.options.device == "cuda",
         )
         self.workers = LocalEngine().start(foreground_work, shared, num_workers=num_workers, silence_s=silence_s)
@@ -132,43 +135,73 @@ def share_among_workers(
     request: ShareRequest, *, observer: Callable[[ShareProgress], None] | None = None
 ) -> ShareOutcome:
     """See `ShareFunction`."""
-    refuse_used(request.run_folder)
     refuse_fp16(request.options)
     # What is declared first is cleared away last: keepers write to their gates until their processes are gone.
     with (
+        _terminable(),
+        claimed(request.run_folder) as begin,
         TemporaryDirectory(prefix="burstpool-share-", dir=_shared_memory()) as name,
-        _kept(request, Path(name)) as kept,
     ):
-        return _share(request, kept, Path(name), observer)
+        # First, so that a foreground that cannot be trained is told of before anything else is.
+        task, start = prepare(
+            request.foreground,
+            request.plan,
+            steps=request.steps,
+            run_folder=request.run_folder,
+            settings=request.settings,
+            options=request.options,
+            inputs=request.inputs,
+        )
+        with _kept(request, Path(name)) as kept:
+            alone_s = _started(kept)
+            begin()
+            engine = SharingEngine(request, _gates(request, kept), Path(name) / SHARING)
+            result = run_prepared(task, start, engine=engine, observer=_observer(observer, kept))
+            return _what_came(request, result, engine, kept, alone_s)
 
 
-def _share(
-    request: ShareRequest,
-    keepers: Sequence[Keeper],
-    folder: Path,
-    observer: Callable[[ShareProgress], None] | None,
-) -> ShareOutcome:
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM is taken as Ctrl-C: what was begun is cleared away. While the foreground trains, that is its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _started(keepers: Sequence[Keeper]) -> list[float | None]:
+    """Starts all background jobs and lets each train alone; seconds a step, None for one that does not get so far."""
     for keeper in keepers:
         keeper.gate.close()
         keeper.start()
-    alone_s = [_calibrated(keeper) for keeper in keepers]
+    deadline_s = time.monotonic() + _STARTING_S
+    are_prepared = [keeper.wait_until_prepared(max(deadline_s - time.monotonic(), 0)) for keeper in keepers]
+    return [
+        _calibrated(keeper) if is_prepared else None for keeper, is_prepared in zip(keepers, are_prepared, strict=True)
+    ]
+
+
+def _gates(request: ShareRequest, keepers: Sequence[Keeper]) -> list[list[Gate]]:
+    """Of each device; all is allowed until the foreground begins."""
     gates: list[list[Gate]] = [[] for _ in range(request.plan.num_devices)]
     for device, keeper in _placed(request, keepers):
         gates[device].append(keeper.gate)
         keeper.gate.free()
-    engine = SharingEngine(request, gates, folder / SHARING)
-    result = train(
-        request.foreground,
-        request.plan,
-        steps=request.steps,
-        run_folder=request.run_folder,
-        settings=request.settings,
-        options=request.options,
-        inputs=request.inputs,
-        engine=engine,
-        observer=_observer(observer, keepers),
-    )
-    log = StepLog.load(folder / SHARING)
+    return gates
+
+
+def _what_came(
+    request: ShareRequest,
+    result: Result,
+    engine: SharingEngine,
+    keepers: Sequence[Keeper],
+    alone_s: Sequence[float | None],
+) -> ShareOutcome:
+    log = StepLog.load(engine.log)
     log.save(result.folder / SHARING)
     timeline = _with_background(result.timeline, _placed(request, keepers), engine.first_event_s())
     if timeline is not None:
@@ -207,7 +240,7 @@ def _kept(request: ShareRequest, folder: Path) -> Iterator[list[Keeper]]:
         Keeper(
             background,
             Gate.create(folder / f"gate-{i}"),
-            request.run_folder / "background" / str(i),
+            request.run_folder / BACKGROUND / str(i),
             memory_bytes=None if on_gpu else max(share_bytes, 64 << 20),
             autocast=request.options.autocast,
             gpu=_beside(request, i) if on_gpu else None,

@@ -1,0 +1,110 @@
+"""Preparing a background job: what has to run its code before it can be started.
+
+Loading a job and tracing its model run the user's code, which may hang, allocate without end or take its process with
+it. So this is done in a process of its own, as training is, with the same cap. Takes Preparing. Returns the task to be
+trained, or the user's mistake in words: a background that cannot be used at all is told of before anything is trained.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from burstpool.engine.base import Place, phrase
+from burstpool.errors import BurstpoolError
+from burstpool.job import load_job
+from burstpool.model.graph import LayerGraph
+from burstpool.plan.plan import Plan, PlannedBlock, even_shares
+from burstpool.run.folder import RunFolder
+from burstpool.run.options import RunOptions
+from burstpool.run.setup import trace_job
+from burstpool.run.trainer import prepare
+from burstpool.run.worker import Task
+from burstpool.share.base import Background
+from burstpool.share.fused import FusedTask
+
+_CHECKPOINT_EVERY = 50
+_BLOCKS = 8
+"""Blocks that a background's model is cut into: twice as many slices a step, and one for each change."""
+_LOADING, _TRACING = phrase("loading the job"), phrase("tracing the model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparing:
+    """What is to be prepared; picklable."""
+
+    background: Background
+    run: RunFolder
+    """Of a single job; made, or gone on with if an attempt before this one has made it."""
+    checkpoint: str
+    """Of an array: a file."""
+    device: Literal["cpu", "cuda"]
+    autocast: Literal["bf16", "fp16"] | None
+    hang_s: float
+    """For how long it may be silent when it trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """Why a background cannot be used; of the user's making."""
+
+    words: str
+
+
+def prepare_work(place: Place, wanted: Preparing) -> Task | FusedTask | Mistake:
+    """What the process runs."""
+    try:
+        place.doing.say(_LOADING)
+        return _prepared(place, wanted)
+    except BurstpoolError as error:
+        return Mistake(str(error))
+
+
+def _prepared(place: Place, wanted: Preparing) -> Task | FusedTask:
+    background = wanted.background
+    job, *_ = [load_job(background.source, settings) for settings in background.settings]
+    if len(background.settings) > 1:
+        return FusedTask(
+            source=background.source,
+            settings=background.settings,
+            steps=background.steps,
+            checkpoint=wanted.checkpoint,
+            checkpoint_every=_CHECKPOINT_EVERY,
+            autocast=wanted.autocast == "bf16",
+            device=wanted.device,
+        )
+    place.doing.say(_TRACING)
+    options = RunOptions(
+        device=wanted.device,
+        cuda_graphs=False,  # a graph of the whole step could not be held up between slices
+        autocast=wanted.autocast,
+        checkpoint_every=_CHECKPOINT_EVERY,
+        keep_checkpoints=1,
+        timeout_s=wanted.hang_s,
+        timeline_steps=0,
+    )
+    return prepare(
+        background.source,
+        sliced_plan(trace_job(job).graph, batch=job.batch, name=job.name),
+        steps=background.steps,
+        run_folder=wanted.run.path,
+        resume=wanted.run.path if wanted.run.record.exists() else None,
+        settings=dict(background.settings[0]),
+        options=options,
+    )[0]
+
+
+def sliced_plan(graph: LayerGraph, *, batch: int, name: str) -> Plan:
+    """One device, the model cut into a few blocks of as many layers each. Pure."""
+    count = min(_BLOCKS, len(graph.layers))
+    bounds = [round(i * len(graph.layers) / count) for i in range(count + 1)]
+    parts = [graph.layers[a:b] for a, b in pairwise(bounds)]
+    shares = even_shares(batch, (0,))
+    return Plan(
+        model=name or graph.model,
+        strategy="data",
+        num_devices=1,
+        batch=batch,
+        blocks=tuple(
+            PlannedBlock(name=part[0].name, layers=tuple(layer.name for layer in part), shares=shares) for part in parts
+        ),
+    )
