@@ -194,7 +194,7 @@ class _Watch:
         if text:
             write_whole(folder.error, text)
         newest = latest_checkpoint(folder.checkpoints)
-        go_on = f"; --resume {folder.path} goes on from {newest.name}" if newest is not None else ""
+        go_on = f"; burstpool train --resume {folder.path} goes on from {newest.name}" if newest is not None else ""
         return f"{error}{go_on}" + (f"; tracebacks in {folder.error}" if text else "")
 
 
