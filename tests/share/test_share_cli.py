@@ -105,13 +105,19 @@ def test_autocast_reaches_a_background_of_one_job(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_end_in_one_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert message in lines[0]
+    assert not [record for record in caplog.records if record.name.startswith("burstpool")]  # those would be lines too
     assert not list(tmp_path.iterdir())  # nothing half-made, over which the same command would stumble
 
 

@@ -268,7 +268,8 @@ class Keeper:
         words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
         with self._deciding:
             self.kept.state, self.kept.reason = "failed", words
-        _LOG.warning("background %s has failed: %s", self.kept.name, words)
+        if self._mistake is None:  # that is raised to whoever waits
+            _LOG.warning("background %s has failed: %s", self.kept.name, words)
 
     def _reached(self) -> int:
         """The step it was in: losses come in batches, and the last ones of a process that was killed are missing."""
