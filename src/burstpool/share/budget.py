@@ -6,15 +6,15 @@ average work where pieces have prices (`prices.py`). Returns what the next step 
 no torch; the same object drives a GPU, a CPU process and a simulation.
 
     aim      = slowdown - what the base is not known by         the mean to hold, over all steps
-    extra_s  = (aim - 1) · alone_s - debt_s / 20                feed forward, and feedback on what was spent too much
+    extra_s  = (aim - 1) · alone_s - debt_s / 20 or more        feed forward, and feedback on what was spent too much
     extra_s ≤ (tail limit - own p95) · alone_s                  so that a step rarely passes slowdown + tail
     in gaps  = min(known gaps, extra_s / gap cost)              the cheapest place first
     overlap  = (extra_s - in gaps · gap cost) / overlap cost
 
-A cost is what a second of background work adds to the foreground, measured. The base is the median of *alone* steps,
-with no background at all: some at first, then one in about 25, at uneven distances so that they cannot fall in step
-with a period of the foreground. They cost nothing: the others may spend what an alone step leaves. When steps are not
-what the costs predict, three alone steps in a row tell whether the foreground has changed or the interference has.
+A cost is what a second of background work adds to the foreground, measured. The base is the mean of *alone* steps,
+with no background at all: some at first, then one in about 25, at distances with which they meet all steps of a period
+of the foreground. They cost nothing: the others may spend what an alone step leaves. When steps are not what the costs
+predict, three or more alone steps in a row tell whether the foreground has changed or the interference has.
 
 Ignores: what kind of work the background does at which moment; that is averaged over a step.
 """
@@ -31,26 +31,40 @@ from burstpool.share.base_time import BaseTime
 
 _FEEDBACK_STEPS = 20
 """Over how many steps a debt is paid back: few enough to hold a mean over a second, many enough not to follow noise."""
+_MOST_FEEDBACK_STEPS = 400
+"""The same for a foreground with steps of several kinds, of which some twenty say little."""
 _PAUSE_PART = 0.5
 """Share of a step's budget that pauses are paid back with: the background goes on meanwhile, at half its speed."""
 _MOST_DEBT = 30
 """Steps that may be owed: one that hangs for a minute by itself is not held against the background for ever."""
 _CATCH_UP = 1.25
 """How much more than an even share a step may spend to catch up: spread evenly, never in bursts."""
+_LEAST_PART = 0.05
+"""Share of a step's budget that is allowed whatever is owed: without any work its cost stays unknown, and steps without
+background pass for alone steps, though they follow long ones."""
 _GROWTH = 1.5
 """How much more work than lately the next step may get: costs are known only for what was tried."""
 _MEMORY = 0.95
-"""What a cost keeps of what it knew a step ago."""
+"""What is kept of a step's work in what was tried lately, from one step to the next."""
 _LEAST_COST, _MOST_COST = 0.02, 50.0
 """Costs beyond are taken for these: work is bounded even where it seems free, and never ruled out for good."""
 _RARELY = 0.025
 """Share of the steps that may pass the tail limit; below the 5% that a p95 allows."""
 _TAIL_STEP = 0.3
 """How far one step over the limit takes the work back."""
-_SPACING = (23, 29, 19, 31)
-"""Steps between alone steps: primes, so that no period of the foreground hides from them."""
+_SPACING = (29, 19, 25)
+"""Steps from one alone step to the next. Their sum, 73, is a prime: each time around they fall on other steps of a
+foreground's period, and in the end on all of them alike."""
 _SURPRISES = 4
 """Steps in a row that are not what the costs predict until the base is looked at again."""
+_SHIFT, _SHIFTED = 0.5, 6.0
+"""Standard deviations that each step may be off, and what all together may be off beyond that until then."""
+_LEAST_SHIFT = 0.008
+"""A standard deviation is taken for this at least: nobody minds steps that are off by less."""
+_MOST_FIRST = 20
+"""Alone steps at the beginning, at most, where the first ones differ much."""
+_LEAP = 0.05
+"""How far one alone step may take the base until costs are learnt anew."""
 _CONFIRMING = 3
 """Alone steps in a row that decide whether the foreground has changed."""
 
@@ -175,11 +189,11 @@ class Cost:
         """Seconds a second."""
         return max(self._added / self._work, _LEAST_COST)
 
-    def learn(self, added: float, work: float) -> None:
-        """From one step."""
-        self._work = _MEMORY * self._work + work
+    def learn(self, added: float, work: float, *, memory: float) -> None:
+        """From one step; `memory` is what is kept of the steps before."""
+        self._work = memory * self._work + work
         # Bounded, so that some noisy steps with hardly any work do not hide for long what work costs.
-        self._added = min(max(_MEMORY * self._added + added, -0.5 * self._work), _MOST_COST * self._work)
+        self._added = min(max(memory * self._added + added, -0.5 * self._work), _MOST_COST * self._work)
 
     def doubt(self) -> None:
         """The next steps count for most."""
@@ -200,13 +214,15 @@ class Controller:
         """What all steps together took more than the budget."""
         self.pause_debt_s = 0.0
         """For how long the foreground was stopped for the background, and has not got back yet."""
-        self._has_shared = False
+        self._has_shared, self._last_shared = False, 0
         self._alone_left = budget.alone_first
         self._gaps_only_left = _CONFIRMING if gaps else 0
         self._spacing = cycle(_SPACING)
-        self._until_alone = next(self._spacing)
+        self._step = 0
+        self._until_alone = budget.alone_first + next(self._spacing)
         self._residuals: deque[float] = deque(maxlen=_SURPRISES)
         self._usual_residual = 0.02
+        self._above = self._below = 0.0
         self._patience, self._calm = 10, 0
         self._tried_work = room
         self.allowance = self._decide()
@@ -214,17 +230,19 @@ class Controller:
     @property
     def alone_s(self) -> float | None:
         """The step without background; None before the first."""
-        return self.base.median_s if self.base.num_samples else None
+        return self.base.mean_s if self.base.num_samples else None
 
     def observe(self, step: StepTaken) -> Allowance:
         """Takes what a step was; returns what the next one allows."""
         if not 0 < step.time_s < math.inf or not (step.overlapped_s >= 0 and step.in_gaps_s >= 0):
             raise ShareError(f"{step} is no step: its time must be more than 0, its work 0 or more")
+        self._step += 1
+        self._until_alone -= 1
         if step.overlapped_s == 0 and step.in_gaps_s == 0:
             self._take_alone(step.time_s)
         elif self.base.num_samples:
             self._take_shared(step)
-        self.pause_debt_s = max(self.pause_debt_s - _PAUSE_PART * (self._whole_aim() - 1) * self.base.median_s, 0.0)
+        self.pause_debt_s = max(self.pause_debt_s - _PAUSE_PART * (self._whole_aim() - 1) * self.base.mean_s, 0.0)
         self.allowance = self._decide()
         return self.allowance
 
@@ -240,32 +258,47 @@ class Controller:
         self._alone_left = max(self._alone_left - 1, 0)
         if not self.allowance.alone:  # gaps were allowed and nobody came: they may be none, or too short for a slice
             self._gaps_only_left = max(self._gaps_only_left - 1, 0)
-        if self.base.add(time_s):
+        before_s = self.base.mean_s
+        if self._is_paying and self._step - self._last_shared < sum(_SPACING):
+            pass  # a step after long ones, not one that was chosen evenly
+        elif self.base.add(time_s, step=self._step):
             self._forget()
+        elif self.base.questions:
+            self._alone_left = max(self._alone_left, self.base.questions)
         elif self.base.is_odd(time_s) and self._alone_left == 0 and self._calm >= self._patience:
             self._look_again()
-        self._until_alone = next(self._spacing)
+        if not self._has_shared and self._knows_too_little():
+            self._alone_left = max(self._alone_left, 1)
+        if before_s and abs(self.base.mean_s / before_s - 1) > _LEAP:
+            self._start_anew()
         if self._has_shared:  # what the first steps leave is not saved up: the mean holds from where sharing begins
-            self._owe((1 - self._aim()) * self.base.median_s)
+            self._owe((1 - self._aim()) * self.base.mean_s)
 
     def _take_shared(self, step: StepTaken) -> None:
-        self._has_shared = True
-        alone_s = self.base.median_s
+        self._has_shared, self._last_shared = True, self._step
+        alone_s = self.base.mean_s
         ratio = step.time_s / alone_s
         overlapped, in_gaps = step.overlapped_s / alone_s, step.in_gaps_s / alone_s
         self._owe(step.time_s - self._aim() * self.base.mean_s)
         self._follow_tail(ratio)
         predicted = 1 + self.overlap_cost.value * overlapped + self.gap_cost.value * in_gaps
         self._watch(ratio - predicted)
-        added = min(max(ratio - 1, -0.5), 1.0)  # one hiccup says little of the cost; the debt counts it in full
+        # One hiccup says little of the cost; the debt counts it in full. Long steps of the foreground's own count here
+        # as they do for the base's mean: cut, they would make up for none of the short ones.
+        added = min(ratio - 1, max(1.0, self.base.longest - 0.5))
+        memory = 1 - 1 / self._lasting()
         if overlapped > 0:
-            self.overlap_cost.learn(added - self.gap_cost.value * in_gaps, overlapped)
+            self.overlap_cost.learn(added - self.gap_cost.value * in_gaps, overlapped, memory=memory)
             # Not the last step's alone: with slices of some length, a step may well get none.
             self._tried_work = max(overlapped, _MEMORY * self._tried_work, 0.1 * (self.budget.slowdown - 1))
         else:
-            self.gap_cost.learn(added, in_gaps)
+            self.gap_cost.learn(added, in_gaps, memory=memory)
             self._gaps_only_left = max(self._gaps_only_left - 1, 0)
-        self._until_alone -= 1
+
+    def _lasting(self) -> float:
+        """Over how many steps costs are learnt and debts paid back: as many as tell the budget from the noise."""
+        needed = (4 * self.base.deviation / (self.budget.slowdown - 1)) ** 2
+        return min(max(needed, _FEEDBACK_STEPS), _MOST_FEEDBACK_STEPS)
 
     def _aim(self) -> float:
         """The mean that steps are to have: less than the whole while a pause is being paid back."""
@@ -277,16 +310,16 @@ class Controller:
         return max(self.budget.slowdown - 1.5 * self.base.error, 1 + 0.2 * (self.budget.slowdown - 1))
 
     def _owe(self, more_s: float) -> None:
-        alone_s = self.base.median_s
+        alone_s = self.base.mean_s
         self.debt_s += min(more_s, _MOST_DEBT * alone_s)
         self.debt_s = min(
-            max(self.debt_s, -_FEEDBACK_STEPS * (self.budget.slowdown - 1) * alone_s), _MOST_DEBT * alone_s
+            max(self.debt_s, -self._lasting() * (self.budget.slowdown - 1) * alone_s), _MOST_DEBT * alone_s
         )
 
     def _tail_limit(self) -> float:
-        """Over the median alone; careful where the foreground's own p95, or the median, is not known well."""
+        """Over the mean alone; careful where the foreground's own p95, or the mean, is not known well."""
         own = self.base.own_p95 - self.base.p95_error
-        return max(self.budget.slowdown, own) + self.budget.tail - self.base.error
+        return max(self.budget.slowdown - self.base.error, own) + self.budget.tail
 
     def _follow_tail(self, ratio: float) -> None:
         """Finds, by small steps, the share of work with which as few steps pass the limit as may."""
@@ -299,39 +332,64 @@ class Controller:
         """Notices steps that the costs do not explain, and has the base measured again."""
         self._residuals.append(residual)
         self._calm += 1
-        usual = max(0.04, 2.5 * self.base.noise, 2 * self._usual_residual)
+        usual = max(0.04, 2.5 * self.base.noise, 1.5 * self.base.deviation, 2 * self._usual_residual)
         # A shared step faster than alone needs no statistics: the base is out of date.
         strange = all(r > usual for r in self._residuals) or all(r < -usual for r in self._residuals)
-        if strange and len(self._residuals) == _SURPRISES and self._calm >= self._patience:
+        strange = strange and len(self._residuals) == _SURPRISES
+        if (self._has_shifted(residual) or strange) and self._calm >= self._patience:
             self._look_again()
         self._usual_residual += 0.02 * (min(abs(residual), 1.0) - self._usual_residual)
+
+    def _has_shifted(self, residual: float) -> bool:
+        """Whether steps are off by a little, but for long, all to the same side (a cumulative sum; Page, 1954)."""
+        if self._calm < _FEEDBACK_STEPS:  # costs are being learnt
+            return False
+        usual = max(self.base.deviation, 1.25 * self._usual_residual, _LEAST_SHIFT)
+        errors = min(max(residual / usual, -3.0), 3.0)
+        self._above = max(self._above + errors - _SHIFT, 0.0)
+        self._below = max(self._below - errors - _SHIFT, 0.0)
+        return max(self._above, self._below) > _SHIFTED
 
     def _look_again(self) -> None:
         """Alone steps next; what was thought of costs counts for little if the base turns out as it was."""
         self._alone_left = _CONFIRMING
         self.base.question()
         self._residuals.clear()
+        self._above = self._below = 0.0
         self.overlap_cost.doubt()
         self._calm, self._patience = 0, min(2 * self._patience, 200)
+
+    def _knows_too_little(self) -> bool:
+        """Whether steps are so different that the first few do not tell the base, by most of the budget."""
+        return self.base.num_samples < _MOST_FIRST and self.base.error > 0.8 * (self.budget.slowdown - 1)
+
+    def _start_anew(self) -> None:
+        """Costs and debts were learnt against a base that was wrong: enough steps are known now to tell."""
+        self.overlap_cost, self.debt_s = Cost(1.0, max(self.budget.slowdown - 1, 0.01)), min(self.debt_s, 0.0)
 
     def _forget(self) -> None:
         """The foreground has changed: what was owed and what the tail taught were of another one."""
         self.debt_s, self.scale = 0.0, max(self.scale, 0.5)
         self._residuals.clear()
+        self._above = self._below = 0.0
         self._patience, self._calm = 10, 0
         self._alone_left = self.budget.alone_first - self.base.num_samples
 
     def _decide(self) -> Allowance:
+        self._is_paying = False
         if self._alone_left > 0 or not self.base.num_samples:
             return Allowance(alone=True, overlapped_s=0, gaps_s=(0.0,) * len(self.gaps), waiting_s=0, reducing_s=0)
         if self._until_alone <= 0:
             self._alone_left, self._gaps_only_left = 1, 1 if self.gaps else 0
+            self._until_alone = next(self._spacing)
             return self._decide()
-        alone_s, aim = self.base.median_s, self._aim()
+        alone_s, aim = self.base.mean_s, self._aim()
         even_s = (aim - 1) * alone_s
         tail_room = max(self._tail_limit() - self.base.own_p95, self.budget.tail / 2)
         most_s = min(_CATCH_UP * even_s, tail_room * alone_s)
-        extra_s = self.scale * min(max(even_s - self.debt_s / _FEEDBACK_STEPS, 0.0), most_s)
+        left_s, least_s = even_s - self.debt_s / self._lasting(), _LEAST_PART * even_s
+        self._is_paying = left_s < least_s
+        extra_s = self.scale * min(max(left_s, least_s), most_s)
         gap_cost = self.gap_cost.value
         waiting_s = math.inf if gap_cost <= _LEAST_COST else extra_s / gap_cost
         gaps_s = self._share_among_gaps(waiting_s)
