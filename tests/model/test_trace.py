@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from burstpool import load_job, trace
 from burstpool.errors import TraceError
@@ -482,6 +483,58 @@ def test_what_cannot_be_traced_names_the_users_line_and_what_to_change() -> None
 def test_a_fixed_batch_is_said_to_be_fixed() -> None:
     with pytest.raises(TraceError, match=r"fixes the batch size; take sizes from the tensors"):
         trace(FixesTheBatch(), torch.randn(4, 4))
+
+
+class Reversal(torch.autograd.Function):
+    """The gradient turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class Reversing(nn.Module):
+    def __init__(self, *, with_gradient: bool = True) -> None:
+        super().__init__()
+        self.first, self.last, self.with_gradient = nn.Linear(4, 4), nn.Linear(4, 2), with_gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.with_gradient):
+            x = Reversal.apply(self.first(x))
+        y: Tensor = self.last(x)
+        return y
+
+
+def test_a_backward_of_the_users_own_is_not_dropped_without_a_word() -> None:
+    model, example = nn.Sequential(Reversing(), nn.Linear(2, 2)).double(), torch.randn(4, 4).double()
+    apply = torch.autograd.Function.apply
+    with pytest.raises(TraceError, match=r"it calls Reversal, an autograd.Function, whose own backward"):
+        trace(model, example)
+    assert torch.autograd.Function.apply == apply
+    traced = trace(model, example, fallback="modules")
+    assert check_step(traced, example, batch=4).within(GRADIENT_TOLERANCE)
+
+
+def test_functions_are_taken_where_nobody_asks_for_their_backward_and_checkpoints_where_they_keep_it() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, *, reentrant: bool) -> None:
+            super().__init__()
+            self.reentrant = reentrant
+            self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
+            return y
+
+    with pytest.raises(TraceError, match=r"use_reentrant=True\), whose own backward .*pass use_reentrant=False"):
+        trace(Checkpointed(reentrant=True), torch.randn(4, 4))
+    for model in (Reversing(with_gradient=False), Checkpointed(reentrant=False)):
+        traced = trace(model.double(), torch.randn(4, 4).double())
+        assert check_step(traced, torch.randn(4, 4).double(), batch=4).within(GRADIENT_TOLERANCE)
 
 
 def test_the_fallback_splits_between_modules() -> None:

@@ -177,8 +177,7 @@ class _Comparison:
         return FusionError(
             f"verification failed: in its step {self.step} member {self.member}'s own module {what} than the graph "
             f"captured of it{where}{size}: the model does something that a captured graph does not hold, such as "
-            "hooks, an autograd.Function's own backward, Python state that changes, or random numbers that are not "
-            f"torch's{hooks}"
+            f"hooks, Python state that changes, or random numbers that are not torch's{hooks}"
         )
 
 

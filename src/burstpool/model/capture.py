@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from burstpool.errors import TraceError
 from burstpool.model.buffers import kept
@@ -155,10 +156,41 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         raise TraceError(f"{type(model).__name__}.forward does not take this example: {error}") from None
     shapes = {name: pytree.tree_map(open_batch, value) for name, value in named.items()}
     try:
-        with kept(model), _silence():
-            return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+        with kept(model), _silence(), _own_backwards() as functions:
+            program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise TraceError(_explain(error, model)) from error
+    if functions:
+        what, change = functions[0]
+        raise TraceError(
+            f"cannot trace {type(model).__name__}: it calls {what}, whose own backward a captured graph would drop; "
+            f'{change}, or pass fallback="modules"'
+        )
+    return program
+
+
+@contextlib.contextmanager
+def _own_backwards() -> Iterator[list[tuple[str, str]]]:
+    """Functions with a backward of their own that are called meanwhile, and what to do instead.
+
+    Of torch's own only checkpointing that runs a part without gradients; the others are what they seem.
+    """
+    found: list[tuple[str, str]] = []
+    whole = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            found.append(("checkpoint(…, use_reentrant=True)", "pass use_reentrant=False"))
+        elif torch.is_grad_enabled() and cls.__module__.partition(".")[0] != "torch":
+            name = f"{cls.__qualname__}, an autograd.Function"
+            found.append((name, "write it in operators that torch can differentiate"))
+        return whole.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply = whole  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
