@@ -1,6 +1,7 @@
 """Sharing a GPU: both jobs train as they would alone, whatever the background does."""
 
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -37,6 +38,7 @@ from burstpool.share.gpu import Idle, SharedGpu, streams
 from burstpool.share.gpu_memory import memory_cap
 from burstpool.share.partition import confined_stream
 from burstpool.share.preparing import sliced_plan
+from burstpool.share.rehearsal import Rehearsal
 from burstpool.share.width import PARTS, Widths
 
 pytestmark = [
@@ -171,6 +173,31 @@ def test_nothing_is_launched_for_a_background_that_has_ended(control: dist.Proce
     background = BackgroundWork(at_work("zoo:tiny_mlp", control, low))
     background.end("asked to")
     assert background.launch(None) is None
+
+
+def test_a_background_that_hangs_when_it_is_loaded_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def request(*sources: str) -> ShareRequest:
+        return ShareRequest(
+            foreground="zoo:tiny_mlp",
+            settings={},
+            plan=even_plan(trace_job(job).graph, num_devices=1, batch=job.batch, name=job.name),
+            steps=100,
+            backgrounds=tuple(Background(source=source) for source in sources),
+            budget=Budget(slowdown=2.0),
+            options=RunOptions(device="cuda"),
+            run_folder=tmp_path / "shared",
+        )
+
+    job = load_job("zoo:tiny_mlp")
+    monkeypatch.setattr("burstpool.share.cuda.Rehearsal", functools.partial(Rehearsal, hang_s=5))
+    with pytest.raises(ShareError, match="nowhere"):
+        share_on_cuda(request("zoo:tiny_mlp", "zoo:nowhere"))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(3600)\n")
+    found = share_on_cuda(request(str(tmp_path / "hangs.py"), "zoo:tiny_mlp"))
+    assert [background.state for background in found.backgrounds] == ["failed", "ended"]
+    assert "no answer" in found.backgrounds[0].reason
+    assert len(found.losses) == 100
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "captured"])

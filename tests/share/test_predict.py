@@ -111,6 +111,20 @@ def test_a_gap_takes_whole_slices_and_a_harmless_reduce_is_a_gap() -> None:
     assert [device.gap_s for device in found.devices] == [1.0, 8.0]
 
 
+def test_what_is_harmless_in_a_reduce_is_what_was_measured() -> None:
+    def measured(*slowdowns: float) -> InterferenceTable:
+        pairs = (
+            Pair(foreground=COMMUNICATION, background=b, slowdown=s, kept=1)
+            for b, s in zip(KINDS, slowdowns, strict=False)
+        )
+        return InterferenceTable(device="CPU", source="", pairs=(*TABLE.pairs[:2], *pairs))
+
+    assert measured(1.0, 1.012).harmless_in_reduce()
+    assert not measured(1.0, 1.012).harmless_in_reduce({KINDS[1]: 1.0})
+    assert not measured(1.0, 1.03).harmless_in_reduce()
+    assert not measured().harmless_in_reduce()  # nobody knows
+
+
 def test_a_looser_budget_never_keeps_less_background() -> None:
     kept = [
         predict_sharing(TIMELINE, {"convolution": 1.0}, {"linear": 1.0}, TABLE, Budget(slowdown=budget)).background_kept

@@ -26,7 +26,7 @@ from burstpool.share.announce import StepLog
 from burstpool.share.base import Background, BackgroundOutcome, ShareOutcome, ShareRequest
 from burstpool.share.gate import Gate
 from burstpool.share.gpu import alone_in_a_group
-from burstpool.share.interference import InterferenceTable, Pair
+from burstpool.share.interference import COMMUNICATION, InterferenceTable, Pair
 from burstpool.share.keeper import Keeper
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
@@ -130,6 +130,22 @@ def test_an_interrupted_run_says_its_step_and_its_folder(
     monkeypatch.setattr("burstpool.share.cpu.share_on_cpu", interrupted)
     assert run(["share", JOBS, "--with", JOBS, "--run-folder", str(tmp_path / "run")]) == 130
     assert f"stopped after step 7; what it has learnt is in {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slowdown", [1.005, 1.3])
+def test_all_reduces_are_filled_where_the_table_says_that_it_is_harmless(
+    slowdown: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(request: ShareRequest, **_: object) -> ShareOutcome:
+        requests.append(request)
+        raise InterruptedRun(request.run_folder, 0)
+
+    requests: list[ShareRequest] = []
+    monkeypatch.setattr("burstpool.share.cpu.share_on_cpu", noted)
+    pair = Pair(foreground=COMMUNICATION, background="linear", slowdown=slowdown, kept=0.9)
+    InterferenceTable(device="CPU", source="made up", pairs=(pair,)).save(tmp_path / "table.json")
+    run(["share", JOBS, "--with", JOBS, "--interference", str(tmp_path / "table.json")])
+    assert [request.budget.harmless_in_reduce for request in requests] == [slowdown < 1.01]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -57,6 +57,12 @@ def share(
     lowest_priority: Annotated[
         bool, typer.Option(help="On CPU: background jobs run only where nothing else wants to.")
     ] = True,
+    interference: Annotated[
+        Path | None,
+        typer.Option(
+            help="How kinds of layers slow each other down here: all-reduces are filled where it is harmless."
+        ),
+    ] = None,
     run_folder: Annotated[Path | None, typer.Option(help="Where to write; runs/NAME-TIME if left out.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as one JSON object.")] = False,
 ) -> None:
@@ -67,12 +73,14 @@ def share(
     from burstpool.run.trainer import InterruptedRun
     from burstpool.share.base import ShareRequest, find
     from burstpool.share.budget import Budget
+    from burstpool.share.interference import InterferenceTable
 
     if not backgrounds:
         raise ShareError("say what to train beside it: --with job.py, once or more")
     if autocast not in (None, "bf16"):
         raise ShareError(f"--autocast {autocast} cannot be shared with; pass bf16, or leave it out")
-    budget, implementation = Budget(slowdown=slowdown), find(device)
+    harmless = interference is not None and InterferenceTable.load(interference).harmless_in_reduce()
+    budget, implementation = Budget(slowdown=slowdown, harmless_in_reduce=harmless), find(device)
     given = parse_settings(settings or [])
     job = load_job(foreground, given)
     found, inputs = _plan(job, plan, devices, batch)

@@ -5,6 +5,8 @@ same command can be given again. Once the foreground has begun, everything stays
 """
 
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,19 @@ def claimed(folder: Path) -> Iterator[Callable[[], None]]:
     finally:
         if not begun:
             _give_back(folder, before, missing)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM is taken as Ctrl-C: what was begun is cleared away. While the foreground trains, that is its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _give_back(folder: Path, before: set[Path], missing: list[Path]) -> None:

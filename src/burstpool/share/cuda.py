@@ -23,7 +23,7 @@ from burstpool.run.checkpoint import held_tensors, save_checkpoint, state_of
 from burstpool.run.export import export_weights
 from burstpool.run.folder import RunFolder, StepLoss
 from burstpool.run.options import RunOptions
-from burstpool.run.trainer import InterruptedRun, counted_interrupts, prepare
+from burstpool.run.trainer import InterruptedRun, counted_interrupts
 from burstpool.run.worker import JobSource
 from burstpool.share.announce import SHARING, StepLog, slowdowns
 from burstpool.share.array_steps import ArrayStep
@@ -35,9 +35,9 @@ from burstpool.share.base import (
     ShareProgress,
     ShareRequest,
     refuse_fp16,
-    refuse_used,
 )
 from burstpool.share.capabilities import capabilities
+from burstpool.share.claim import claimed, terminable
 from burstpool.share.evictions import Evictions, Stay
 from burstpool.share.feeding import Feeder
 from burstpool.share.gpu import SharedGpu, alone_in_a_group, streams
@@ -45,6 +45,8 @@ from burstpool.share.gpu_memory import MemoryOf, memory_cap
 from burstpool.share.gpu_timeline import timeline_of
 from burstpool.share.graph_steps import GraphStep
 from burstpool.share.moving import give_back
+from burstpool.share.preparing import prepare_foreground
+from burstpool.share.rehearsal import Rehearsal
 from burstpool.share.room import RESERVE
 from burstpool.share.second_process import SecondProcess
 from burstpool.share.width import Widths
@@ -81,7 +83,6 @@ class _Beside:
 
 def share_on_cuda(request: ShareRequest, *, observer: Callable[[ShareProgress], None] | None = None) -> ShareOutcome:
     """See `ShareFunction`."""
-    refuse_used(request.run_folder)
     refuse_fp16(request.options)
     if not torch.cuda.is_available():
         raise RunError("there is no CUDA device here; pass --device cpu")
@@ -91,17 +92,10 @@ def share_on_cuda(request: ShareRequest, *, observer: Callable[[ShareProgress], 
         raise ShareError(
             "a GPU is shared under a plan of one minibatch a step; plan with more devices or fewer samples"
         )
-    _, start = prepare(
-        request.foreground,
-        request.plan,
-        steps=request.steps,
-        run_folder=request.run_folder,
-        settings=request.settings,
-        options=request.options,
-        inputs=request.inputs,
-    )
-    with alone_in_a_group() as control, contextlib.ExitStack() as stack:
-        return _Sharing(request, start.folder, control, stack, observer).run()
+    with terminable(), claimed(request.run_folder) as begin:
+        _, start = prepare_foreground(request)
+        with alone_in_a_group() as control, contextlib.ExitStack() as stack:
+            return _Sharing(request, start.folder, control, stack, observer).run(begin)
 
 
 class _Sharing:
@@ -120,11 +114,15 @@ class _Sharing:
         self.backgrounds = [_Beside(wanted=background) for background in request.backgrounds]
         self._seen_s = 0.0
 
-    def run(self) -> ShareOutcome:
-        """Until the foreground has ended, or was interrupted; whatever ends it, what it has learnt is kept."""
+    def run(self, begin: Callable[[], None]) -> ShareOutcome:
+        """Until the foreground has ended, or was interrupted; whatever ends it, what it has learnt is kept.
+
+        Calls `begin` when it is made ready, with its background.
+        """
+        rehearsals = [self._rehearsal(beside) for beside in self.backgrounds]
         self._front = foreground = self._foreground()
-        for beside in self.backgrounds:
-            self._start(beside)
+        for beside, rehearsal in zip(self.backgrounds, rehearsals, strict=True):
+            self._start(beside, rehearsal)
         fillers = [beside.filler for beside in self.backgrounds if beside.filler is not None]
         self._evictions = self._make_evictions(foreground)
         gpu = SharedGpu(
@@ -136,6 +134,7 @@ class _Sharing:
             evictions=self._evictions,
         )
         self._begun_s = time.monotonic()
+        begin()
         try:
             with counted_interrupts() as interrupts:
                 gpu.run(self.request.steps - len(foreground.losses), stop=lambda: interrupts() > 0)
@@ -173,20 +172,36 @@ class _Sharing:
             slowdown=self.request.budget.slowdown,
         )
 
-    def _start(self, beside: _Beside) -> None:
-        """Makes a background ready; whatever its code does wrong, it is left out and the reason kept."""
+    def _rehearsal(self, beside: _Beside) -> Rehearsal:
+        rehearsal = Rehearsal(beside.wanted)
+        self.stack.callback(rehearsal.close)
+        return rehearsal
+
+    def _start(self, beside: _Beside, rehearsal: Rehearsal) -> None:
+        """Makes a background ready; whatever its code does wrong, it is left out and the reason kept.
+
+        Raises ShareError for one that could never be used.
+        """
         give_back()
         free_bytes, _ = torch.cuda.mem_get_info()
         try:
+            rehearsal.check()
+        except RunError as error:
+            self._leave_out(beside, error)
+            return
+        try:
             beside.filler = self._filler(beside)
         except (Exception, SystemExit) as error:
-            words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
-            beside.reason = " ".join(words.split())[:300]
-            _LOG.warning("background %s is left out: %s", beside.wanted.name, beside.reason)
+            self._leave_out(beside, error)
             return
         self.stack.callback(beside.filler.close)
         give_back()
         beside.held_bytes = max(free_bytes - torch.cuda.mem_get_info()[0], 0)
+
+    def _leave_out(self, beside: _Beside, error: BaseException) -> None:
+        words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
+        beside.reason = " ".join(words.split())[:300]
+        _LOG.warning("background %s is left out: %s", beside.wanted.name, beside.reason)
 
     def _filler(self, beside: _Beside) -> Filler:
         wanted = beside.wanted

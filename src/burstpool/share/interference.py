@@ -26,6 +26,8 @@ _OPERATORS = (
 )
 """Kind → what its operators' names hold, the heaviest first; anything else is pointwise."""
 _ROUNDS = 50
+_HARMLESS = 1.01
+"""Background work that slows communication down by no more may run in an exposed all-reduce."""
 
 
 def kind_of(operators: str) -> str:
@@ -91,6 +93,26 @@ class InterferenceTable(Artifact):
         slowdown = 1 + sensitivity.get(foreground, middle[0]) * pressure.get(background, middle[1])
         kept = _mean(pair.kept for pair in self.pairs)
         return Pair(foreground=foreground, background=background, slowdown=max(slowdown, 1e-6), kept=kept)
+
+    def mixed(self, foreground: Mapping[str, float], background: Mapping[str, float]) -> tuple[float, float]:
+        """Slowdown and kept share over all pairs, each as likely as the parts of its kinds (`mix_of`)."""
+        total = sum(foreground.values()) * sum(background.values())
+        if total <= 0:
+            raise ShareError("a job without any compute cannot be shared with; profile it first")
+        slowed = kept = 0.0
+        for kind, part in foreground.items():
+            for other, other_part in background.items():
+                pair = self.of(kind, other)
+                slowed += part * other_part * pair.slowdown
+                kept += part * other_part * pair.kept
+        return slowed / total, kept / total
+
+    def harmless_in_reduce(self, background: Mapping[str, float] | None = None) -> bool:
+        """Whether background work may run in an exposed all-reduce; of whatever kinds were measured if left out."""
+        beside = [pair.background for pair in self.pairs if pair.foreground == COMMUNICATION]
+        if background is None and not beside:
+            return False
+        return self.mixed({COMMUNICATION: 1.0}, background or dict.fromkeys(beside, 1.0))[0] <= _HARMLESS
 
     @cached_property
     def _known(self) -> dict[tuple[str, str], Pair]:

@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from burstpool.errors import ShareError
 from burstpool.report.timeline import Timeline
 from burstpool.share.budget import Budget, Gap
-from burstpool.share.interference import COMMUNICATION, InterferenceTable
-
-_HARMLESS = 1.01
-"""Background work whose pair with communication slows that down by no more may run in an exposed all-reduce."""
+from burstpool.share.interference import InterferenceTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,7 @@ def predict_sharing(
     step_s = timeline.step_time_s
     shared = range(timeline.num_devices) if devices is None else devices
     slowed, done = _together(foreground, background, table)
-    harmless = budget.harmless_in_reduce or _mixed({COMMUNICATION: 1.0}, background, table)[0] <= _HARMLESS
+    harmless = budget.harmless_in_reduce or table.harmless_in_reduce(background)
     busy_s, gaps = timeline.all_busy_s(), all_gaps(timeline)
     busiest_s = max((busy_s[device] for device in shared), default=0.0)
     room_s = (budget.slowdown - 1) * step_s
@@ -126,21 +123,5 @@ def _together(
     foreground: Mapping[str, float], background: Mapping[str, float], table: InterferenceTable
 ) -> tuple[float, float]:
     """The foreground's slowdown, and the background work done in a second of its compute, while both run."""
-    slowed, kept = _mixed(foreground, background, table)
+    slowed, kept = table.mixed(foreground, background)
     return slowed, kept * slowed
-
-
-def _mixed(
-    foreground: Mapping[str, float], background: Mapping[str, float], table: InterferenceTable
-) -> tuple[float, float]:
-    """Slowdown and kept share over all pairs, each as likely as the parts of its kinds."""
-    total = sum(foreground.values()) * sum(background.values())
-    if total <= 0:
-        raise ShareError("a job without any compute cannot be shared with; profile it first")
-    slowed = kept = 0.0
-    for kind, part in foreground.items():
-        for other, other_part in background.items():
-            pair = table.of(kind, other)
-            slowed += part * other_part * pair.slowdown
-            kept += part * other_part * pair.kept
-    return slowed / total, kept / total

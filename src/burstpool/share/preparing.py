@@ -1,8 +1,9 @@
-"""Preparing a background job: what has to run its code before it can be started.
+"""Preparing jobs: what has to be known of a foreground and its background before either can be started.
 
-Loading a job and tracing its model run the user's code, which may hang, allocate without end or take its process with
-it. So this is done in a process of its own, as training is, with the same cap. Takes Preparing. Returns the task to be
-trained, or the user's mistake in words: a background that cannot be used at all is told of before anything is trained.
+Loading a background and tracing its model run the user's code, which may hang, allocate without end or take its process
+with it. So this is done in a process of its own, as training is, with the same cap. Takes Preparing. Returns the task
+to be trained, or the user's mistake in words: a background that cannot be used at all is told of before anything is
+trained. A foreground is the main thing, and is prepared where it is asked for.
 """
 
 from dataclasses import dataclass
@@ -17,15 +18,28 @@ from burstpool.plan.plan import Plan, PlannedBlock, even_shares
 from burstpool.run.folder import RunFolder
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
-from burstpool.run.trainer import prepare
+from burstpool.run.trainer import Start, prepare
 from burstpool.run.worker import Task
-from burstpool.share.base import Background
+from burstpool.share.base import Background, ShareRequest
 from burstpool.share.fused import FusedTask
 
 _CHECKPOINT_EVERY = 50
 _BLOCKS = 8
 """Blocks that a background's model is cut into: twice as many slices a step, and one for each change."""
-_LOADING, _TRACING = phrase("loading the job"), phrase("tracing the model")
+LOADING, TRACING = phrase("loading the job"), phrase("tracing the model")
+
+
+def prepare_foreground(request: ShareRequest) -> tuple[Task, Start]:
+    """What `burstpool train` would run; its folder is made."""
+    return prepare(
+        request.foreground,
+        request.plan,
+        steps=request.steps,
+        run_folder=request.run_folder,
+        settings=request.settings,
+        options=request.options,
+        inputs=request.inputs,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +67,7 @@ class Mistake:
 def prepare_work(place: Place, wanted: Preparing) -> Task | FusedTask | Mistake:
     """What the process runs."""
     try:
-        place.doing.say(_LOADING)
+        place.doing.say(LOADING)
         return _prepared(place, wanted)
     except BurstpoolError as error:
         return Mistake(str(error))
@@ -72,7 +86,7 @@ def _prepared(place: Place, wanted: Preparing) -> Task | FusedTask:
             autocast=wanted.autocast == "bf16",
             device=wanted.device,
         )
-    place.doing.say(_TRACING)
+    place.doing.say(TRACING)
     options = RunOptions(
         device=wanted.device,
         cuda_graphs=False,  # a graph of the whole step could not be held up between slices

@@ -9,7 +9,6 @@ On GPUs both processes' kernels run side by side where an MPS server runs, else 
 the other. Workers say what they do when their device gets to it, and background steps run eagerly, slice by slice.
 """
 
-import signal
 import threading
 import time
 from bisect import bisect_right
@@ -27,16 +26,17 @@ from burstpool.report.timeline import Event, Timeline
 from burstpool.run.folder import RunFolder
 from burstpool.run.outcome import Result
 from burstpool.run.progress import Progress
-from burstpool.run.trainer import prepare, run_prepared
+from burstpool.run.trainer import run_prepared
 from burstpool.schedule.actions import Kind
 from burstpool.share.announce import SHARING, Announcer, Pace, StepLog, slowdowns
 from burstpool.share.base import BACKGROUND, BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_fp16
 from burstpool.share.budget import Budget, Gap
-from burstpool.share.claim import claimed
+from burstpool.share.claim import claimed, terminable
 from burstpool.share.gate import Gate
 from burstpool.share.keeper import Keeper
 from burstpool.share.memory import MemoryWatch, available_bytes, reserve_bytes
 from burstpool.share.on_device import WhenReached, cuda_mark
+from burstpool.share.preparing import prepare_foreground
 from burstpool.share.room import FLOOR
 
 _CALIBRATION_STEPS, _CALIBRATION_S = 20, 2.0
@@ -138,39 +138,18 @@ def share_among_workers(
     refuse_fp16(request.options)
     # What is declared first is cleared away last: keepers write to their gates until their processes are gone.
     with (
-        _terminable(),
+        terminable(),
         claimed(request.run_folder) as begin,
         TemporaryDirectory(prefix="burstpool-share-", dir=_shared_memory()) as name,
     ):
         # First, so that a foreground that cannot be trained is told of before anything else is.
-        task, start = prepare(
-            request.foreground,
-            request.plan,
-            steps=request.steps,
-            run_folder=request.run_folder,
-            settings=request.settings,
-            options=request.options,
-            inputs=request.inputs,
-        )
+        task, start = prepare_foreground(request)
         with _kept(request, Path(name)) as kept:
             alone_s = _started(kept)
             begin()
             engine = SharingEngine(request, _gates(request, kept), Path(name) / SHARING)
             result = run_prepared(task, start, engine=engine, observer=_observer(observer, kept))
             return _what_came(request, result, engine, kept, alone_s)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM is taken as Ctrl-C: what was begun is cleared away. While the foreground trains, that is its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _started(keepers: Sequence[Keeper]) -> list[float | None]:
