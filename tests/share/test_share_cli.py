@@ -167,6 +167,21 @@ def test_stopped_before_the_foreground_began_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
+def test_stopped_while_a_gpu_is_made_ready_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        assert list(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("burstpool.share.cuda._Sharing", stopped)
+    monkeypatch.chdir(tmp_path)
+    assert run(["share", JOBS, "--with", JOBS, "--device", "cuda"]) == 130
+    assert capsys.readouterr().err == "burstpool: stopped; nothing was trained or written\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_losses_that_are_no_numbers_are_null_in_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
