@@ -93,12 +93,18 @@ def _policies(pipe: Connection) -> None:
 
 
 def test_a_message_is_on_its_way_before_its_sender_computes_on(tmp_path: Path) -> None:
-    with_turn, without = (
-        run_workers(_arrivals, 2, str(tmp_path / str(lets)), lets, what="test", timeout_s=60)[1]
-        for lets in (True, False)
-    )
-    # Without a turn for gloo's thread, messages wait until the sender's time slice ends, some milliseconds.
-    assert statistics.median(with_turn) < statistics.median(without)
+    tries = []
+    for number in range(3):  # other work on the machine may delay any message, but hardly three times
+        with_turn, without = (
+            run_workers(_arrivals, 2, str(tmp_path / f"{number}-{lets}"), lets, what="test", timeout_s=60)[1]
+            for lets in (True, False)
+        )
+        # Without a turn for gloo's thread about half of the messages wait until the sender's time slice ends, some
+        # milliseconds: the upper quartile was 5 to 19 times as late in ten tries.
+        tries.append([statistics.quantiles(arrivals, n=4)[2] for arrivals in (with_turn, without)])
+        if tries[-1][0] < 0.5 * tries[-1][1]:
+            return
+    pytest.fail(f"upper quartiles in seconds, with a turn and without: {tries}")
 
 
 def _arrivals(rank: int, meeting_point: str, lets: bool) -> list[float]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from burstpool.errors import FusionError
-from burstpool.fusion import fuse
+from burstpool.fusion import fuse, uncaptured
 from burstpool.fusion.rules import RULES, Call, Lowered, Rule
 from burstpool.fusion.rules.fallback import fallback
 from burstpool.fusion.rules.pointwise import pointwise
@@ -114,6 +114,19 @@ def test_a_backward_of_the_users_own_is_refused_verified_or_not(verify: bool) ->
 def test_verify_refuses_a_hook_of_a_later_member_alone() -> None:
     with pytest.raises(FusionError, match=r"member 1's own module gives '0.weight' another gradient"):
         fuse([nn.Sequential(nn.Linear(4, 3), nn.Tanh()), with_parameter_hook()], X, verify=True)
+
+
+def test_verify_takes_what_differs_by_rounding_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = uncaptured.alone
+
+    def rounded(*args: Any) -> list[Any]:
+        """As if a GPU multiplied in TF32 in one of the two runs."""
+        return [y * 1.001 if y.dtype is torch.float32 else y for y in exact(*args)]
+
+    monkeypatch.setattr(uncaptured, "alone", rounded)
+    fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh()) for _ in range(2)], X, verify=True)
+    with pytest.raises(FusionError, match="step 2 member 0's own module gives another output"):
+        fuse([Warming(), Warming()], X, verify=True)
 
 
 def test_verify_takes_hooks_that_change_nothing() -> None:

@@ -4,6 +4,9 @@
 each member's module and the graph, both alone, take two steps on the example, in the type they train in and with the
 same random stream: the same operators give the same numbers, dropout's too. Raises FusionError that names the first
 module whose output differs, or the tensor. What shows only after more steps, or with other inputs, is not seen.
+
+A difference counts only if double precision confirms it: on a GPU a library may choose another kernel for the same
+operator, or add up in another order each time, and a deep model makes much of the last digit.
 """
 
 import random
@@ -20,7 +23,8 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
 from burstpool.fusion.compare import cloned, dense, difference_of, is_close, loss_of, size_of, with_absent
-from burstpool.fusion.modes import Example
+from burstpool.fusion.double import doubled, doubled_mode
+from burstpool.fusion.modes import Example, Mode
 from burstpool.fusion.serial import alone, random_operators, tensors_of
 from burstpool.fusion.streams import Streams
 from burstpool.model.capture import flatten_arguments
@@ -33,6 +37,8 @@ _STEPS = 2
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _HALF_TOLERANCE = 2e-2
 """Both run the same operators, mostly with the same bits; attention may choose another kernel while it is captured."""
+_CONFIRMED_TOLERANCE = 1e-5
+"""In double precision, where the user's own code may still round in between, as by `.float()`."""
 _LEAST_GRADIENT = 0.1
 """Of the largest; a gradient that is zero but for rounding, as of a bias before batch norm, is noise of that size."""
 _LEAST_OUTPUT = 1e-3
@@ -61,18 +67,41 @@ def check_modules(array: "FusedArray", example: Example) -> None:
     with _streams_kept(), _drawn_by_torch(array), torch.enable_grad(), torch.autocast(array.device.type, enabled=False):
         for member in range(len(array)):
             _check_unheard_hooks(array.state.skeletons[member], member)
-            module = _Module(array, member)
-            graph = _Graph(array, member)
-            for step in range(1, _STEPS + 1):
-                _Comparison(member, step, module.hooks).compare(graph.step(example), module.step(example))
+            module, graph = _Module(array.state.module(member), array, member), _Graph(array.mode, array, member)
+            try:
+                _check_steps(graph, module, example)
+            except _DiffersError as found:
+                _check_in_double(array, member, example, found)
+
+
+def _check_steps(graph: "_Graph", module: "_Module", example: Example, tolerance: float | None = None) -> None:
+    for step in range(1, _STEPS + 1):
+        _Comparison(module.member, step, module.hooks, tolerance).compare(graph.step(example), module.step(example))
+
+
+def _check_in_double(array: "FusedArray", member: int, example: Example, found: "_DiffersError") -> None:
+    """Raises where the two still differ; what was found before, where the module does not run in double precision."""
+    wide = array.state.module(member)._apply(doubled)  # type: ignore[no-untyped-call]
+    module = _Module(wide, array, member)
+    graph = _Graph(doubled_mode(array.mode), array, member)
+    try:
+        _check_steps(graph, module, pytree.tree_map(doubled, example), _CONFIRMED_TOLERANCE)
+    except _DiffersError:
+        raise
+    except FusionError:
+        raise found from None
+
+
+class _DiffersError(FusionError):
+    """Module and graph gave different numbers."""
 
 
 class _Module:
     """A copy of a member's module, hooks included."""
 
-    def __init__(self, array: "FusedArray", member: int) -> None:
+    def __init__(self, module: nn.Module, array: "FusedArray", member: int) -> None:
         self.member, self.streams, self.aliases = member, array.streams.clone(), array.state.aliases
-        self.module = array.state.module(member)
+        self.module = module
         if self.module.training != array.training:
             self.module.train(array.training)
         self.hooks = _hooks(self.module)
@@ -107,14 +136,15 @@ class _Module:
 
 
 class _Graph:
-    """The captured graph with a member's own tensors."""
+    """The captured graph, or the same in double precision, with a member's own tensors."""
 
-    def __init__(self, array: "FusedArray", member: int) -> None:
-        self.mode, self.member, self.streams = array.mode, member, array.streams.clone()
+    def __init__(self, mode: Mode, array: "FusedArray", member: int) -> None:
+        self.mode, self.member, self.streams = mode, member, array.streams.clone()
         state = array.state
-        self.tensors = {
-            key: t[member].detach().clone().requires_grad_(t.requires_grad) for key, t in state.tensors.items()
-        }
+        self.tensors = {}
+        for key, tensor in state.tensors.items():
+            mine = tensor[member].detach().clone()
+            self.tensors[key] = (mine if mode is array.mode else doubled(mine)).requires_grad_(tensor.requires_grad)
         capture = self.mode.capture
         keys = {**capture.parameters, **capture.buffers}
         self.stored: dict[str, Any] = {name: self.tensors[state.aliases[key]] for name, key in keys.items()}
@@ -144,6 +174,8 @@ class _Comparison:
     member: int
     step: int
     hooks: tuple[str, ...]
+    tolerance: float | None
+    """None for that of the numbers' type."""
 
     def compare(self, graph: _Done, module: _Done) -> None:
         """Outputs, then what was written, then gradients."""
@@ -160,21 +192,28 @@ class _Comparison:
         largest = max(map(size_of, module.gradients.values()), default=0.0)
         for key, gradient in module.gradients.items():
             mine = graph.gradients.get(key)
-            if not _same_gradient(mine, gradient, _LEAST_GRADIENT * largest):
+            if not self._same_gradient(mine, gradient, _LEAST_GRADIENT * largest):
                 raise self._error(f"gives {key!r} another gradient", "", mine, gradient)
 
     def _same(self, a: Any, b: Any, least: float) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return is_close(a.detach(), b.detach(), tolerance=_tolerance(b), least=least)
+            tolerance = self.tolerance or _tolerance(b)
+            return is_close(a.detach(), b.detach(), tolerance=tolerance, least=least)
         if isinstance(a, _PLAIN) and isinstance(b, _PLAIN):
             return a == b or (a != a and b != b)
         return isinstance(a, Tensor) == isinstance(b, Tensor)
 
-    def _error(self, what: str, where: str, mine: Any = None, theirs: Any = None) -> FusionError:
+    def _same_gradient(self, a: Tensor | None, b: Tensor | None, least: float) -> bool:
+        """None is as good as zero."""
+        if a is None or b is None:
+            return size_of(a) + size_of(b) == 0.0
+        return self._same(a, b, least)
+
+    def _error(self, what: str, where: str, mine: Any = None, theirs: Any = None) -> _DiffersError:
         both = isinstance(mine, Tensor) and isinstance(theirs, Tensor)
         size = f" (largest difference {difference_of(mine.detach(), theirs.detach()):.2g})" if both else ""
         hooks = f"; there are hooks on {', '.join(self.hooks)}" if self.hooks else ""
-        return FusionError(
+        return _DiffersError(
             f"verification failed: in its step {self.step} member {self.member}'s own module {what} than the graph "
             f"captured of it{where}{size}: the model does something that a captured graph does not hold, such as "
             f"hooks, Python state that changes, or random numbers that are not torch's{hooks}"
@@ -188,13 +227,6 @@ def _first_module(graph: _Done, module: _Done) -> str:
         if not any(is_close(result, output, tolerance=_tolerance(output)) for result in alike):
             return f", first in module {name!r}" if name else ""
     return ""
-
-
-def _same_gradient(a: Tensor | None, b: Tensor | None, least: float) -> bool:
-    """None is as good as zero."""
-    if a is None or b is None:
-        return size_of(a) + size_of(b) == 0.0
-    return is_close(a, b, tolerance=_tolerance(b), least=least)
 
 
 def _tolerance(tensor: Tensor) -> float:
