@@ -243,6 +243,93 @@ def test_a_stopped_member_keeps_what_it_is_loaded_with_and_trains_on_from_there_
     )
 
 
+def test_a_member_that_pauses_trains_on_as_if_it_had_not() -> None:
+    """Its random stream and its schedule stand still, too, also in a checkpoint and where others come and go."""
+    array, reference = ready(), ready()
+    for one in (array, reference):
+        one.scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=[0.9, 0.5, 0.8])
+    trained(array, 2), trained(reference, 2)
+    array.stop(1)
+    trained(array, 2, start=7)
+    array.drop(0)
+    other = ready(2)
+    other.scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=[0.5, 0.8])
+    other.load_state_dict(array.state_dict())
+    trained(other, 1, start=9)
+    saved = other.member(0).checkpoint()
+    other.start(0)
+    mine, theirs = trained(other, 2, start=2), trained(reference, 2, start=2)
+    torch.testing.assert_close([a[0] for a in mine], [b[1] for b in theirs])
+    assert other.schedulers[0].get_last_lr()[0] == reference.schedulers[0].get_last_lr()[1]
+    other.resume_member(1, saved)
+    assert other.stopped() == [1]
+    trained(other, 1, start=9)
+    other.start(1)
+    torch.testing.assert_close([a[1] for a in trained(other, 2, start=2)], [b[1] for b in theirs])
+
+
+def test_a_member_at_its_schedules_end_is_stopped_and_the_others_go_on() -> None:
+    array = fuse(nets(2), X)
+    array.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    schedule = array.scheduler(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=[2, 9])
+    schedule.step(), schedule.step()
+    with pytest.raises(FusionError, match="schedule of member 0: Tried to step 3 times"):
+        schedule.step()
+    array.stop(0)
+    schedule.step()
+
+
+def test_a_member_that_turned_nan_trains_on_from_weights_that_are_loaded() -> None:
+    """Its optimizer's state is what it was before the loss that was not finite."""
+    array, reference = ready(p=0.0), ready(p=0.0)
+    trained(array, 2), trained(reference, 2)
+    good = array.member(1).state_dict()
+    array.load_member(1, good | {"out.bias": torch.full((3,), torch.nan)})
+    trained(array, 1)
+    assert array.stopped() == [1]
+    array.load_member(1, good)
+    array.start(1)
+    trained(array, 2, start=2), trained(reference, 2, start=2)
+    assert array.stopped() == []
+    theirs = reference.member(1).state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in array.member(1).state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["drop", "split"])
+def test_members_may_leave_between_backward_and_step(how: str) -> None:
+    array, reference = ready(p=0.0), ready(p=0.0)
+    for one in (array, reference):
+        one.losses(X, lambda out: F.cross_entropy(out, Y)).sum().backward()
+    rest = array.split([1, 2]) if how == "split" else array
+    if how == "drop":
+        array.drop(0)
+    rest.optimizers[0].step(), reference.optimizers[0].step()
+    for index in (1, 2):
+        theirs = reference.member(index).state_dict()
+        assert all(torch.equal(value, theirs[key]) for key, value in rest.member(index - 1).state_dict().items())
+
+
+def test_a_new_member_does_not_take_the_others_gradients_away() -> None:
+    array, reference = ready(p=0.0), ready(p=0.0)
+    for one in (array, reference):
+        one.losses(X, lambda out: F.cross_entropy(out, Y)).sum().backward()
+    array.admit(nets(4, p=0.0)[3])
+    array.optimizers[0].step(), reference.optimizers[0].step()
+    theirs = reference.member(1).state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in array.member(1).state_dict().items())
+
+
+def test_one_sample_is_refused_where_batch_norm_would_have_one_value_a_channel() -> None:
+    """torch refuses it; the captured operator would write NaN into the running variance."""
+    array = fuse([nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(2)], torch.ones(4, 3))
+    before = array.member(0).state_dict()
+    with pytest.raises(FusionError, match="one value a channel in a batch of one sample"):
+        array(torch.ones(1, 3))
+    torch.testing.assert_close(array.member(0).state_dict(), before)
+    assert array.eval()(torch.ones(1, 3)).shape == (2, 1, 4)
+    assert ready()(X[:1]).shape == (3, 1, 3), "nine values a channel"
+
+
 def test_drop_and_split_carry_optimizer_state_and_streams() -> None:
     array, reference = ready(4), ready(4)
     for one in (array, reference):
@@ -378,6 +465,20 @@ def test_clipping_is_each_members_own() -> None:
         for name, parameter in models[index].named_parameters():
             torch.testing.assert_close(array.state.parameters[name].grad[index], parameter.grad, rtol=2e-3, atol=1e-5)
     assert all(torch.equal(array.state.parameters[n].grad[1], g[1]) for n, g in unclipped.items())
+
+
+@pytest.mark.parametrize("limits", [[0.01, None, 1e-4], torch.tensor([0.01, torch.inf, 1e-4]), 0.01])
+def test_clipping_by_value_is_each_members_own(limits: Any) -> None:
+    models = nets(p=0.0)
+    array = fuse(models, X)
+    array.losses(X, lambda out: F.cross_entropy(out, Y)).sum().backward()
+    array.clip_grad_value_(limits)
+    for index, model in enumerate(models):
+        F.cross_entropy(model(X), Y).backward()
+        limit = limits if isinstance(limits, float) else limits[index]
+        torch.nn.utils.clip_grad_value_(model.parameters(), float("inf") if limit is None else float(limit))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(array.state.parameters[name].grad[index], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_an_overflow_skips_one_members_step_and_no_others() -> None:
@@ -711,6 +812,45 @@ def test_bad_input_is_refused_with_the_member_and_the_difference() -> None:
     for call, message in cases:
         with pytest.raises(FusionError, match=message):
             call()
+
+
+def test_wrong_arguments_are_refused_in_one_line_and_change_nothing() -> None:
+    array, smaller = ready(), ready(2)
+    step, scaler = partial(RecordedStep, array), smaller.loss_scaler()
+    plateau = smaller.scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau)
+    cases: list[tuple[Any, str]] = [
+        (lambda: array.loss_scaler(init_scale="large"), "takes numbers"),
+        (lambda: (scaler.unscale(), scaler.unscale()), "unscaled already"),
+        (lambda: fuse(Net(), X), "models is one Net; pass a list"),  # type: ignore[arg-type]
+        (lambda: fuse(nets(2), X, seeds=[0.5, 1]), "a seed is a whole number"),  # type: ignore[list-item]
+        (lambda: array.optimizer("Adam"), "optimizer's class is needed"),  # type: ignore[arg-type]
+        (lambda: array.optimizer(torch.optim.LBFGS), "LBFGS needs a closure"),
+        (lambda: array.optimizer(torch.optim.SGD, groups=[{"params": ["fc.bias"]}]), "groups are a list of dicts"),
+        (lambda: array.optimizer(torch.optim.SGD, groups=["fc.bias"]), "groups are a list of dicts"),
+        (lambda: array.scheduler(torch.optim.lr_scheduler.StepLR, optimizer=smaller.optimizers[0]), "not this"),
+        (lambda: plateau.step(), "watches a metric"),
+        (lambda: plateau.step(0.5), "1 metrics for 2"),  # type: ignore[arg-type]
+        (lambda: array.member("0"), "named by its number"),  # type: ignore[arg-type]
+        (lambda: array.split([]), "0 of 3 members to split off"),
+        (lambda: array.split([0, 0]), "name each once"),
+        (lambda: array.admit(Net), "member 3 is a type"),  # type: ignore[arg-type]
+        (lambda: fuse(nets(2), X).admit(Net(), lr=0.1), "'lr' is for an optimizer"),
+        (lambda: array.admit(Net(), scheduler={"gamma": 0.1}), "'gamma' is for a schedule"),
+        (lambda: array.load_member(0, Net()), "is a Net; pass a state dict"),  # type: ignore[arg-type]
+        (lambda: array.load_member(0, dict.fromkeys(Net().state_dict(), 1)), "is a int; it must be a tensor"),  # type: ignore[arg-type]
+        (lambda: array.load_state_dict(array.member(0).checkpoint()), "not one that array.state_dict"),
+        (lambda: array.resume_member(0, Net().state_dict()), r"not one that member\(i\).checkpoint"),
+        (lambda: array([X, (X, X), X], per_member=True), "inputs of member 1 have another structure"),
+        (lambda: group_models(nets(2), [X]), "1 examples for 2 models"),
+        (lambda: array.clip_grad_norm_(["far", 1.0, 2.0]), "are no norms to clip to"),  # type: ignore[list-item]
+        (lambda: step(smaller.optimizers[0], F.cross_entropy, X, Y), "not this array's"),
+        (lambda: step(array.optimizers[0], F.cross_entropy, X, Y, autocast=True), "pass a type such as"),
+    ]
+    for call, message in cases:
+        with pytest.raises(FusionError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert trained(array, 2) == trained(ready(), 2)
 
 
 def test_a_copied_graph_keeps_its_names_also_that_of_an_input_called_input() -> None:

@@ -1,9 +1,11 @@
 """Checkpoints are copies: neither what was saved nor what was loaded changes with the training that goes on."""
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fusion_alone import built
@@ -147,3 +149,41 @@ def test_a_schedule_of_another_size_is_refused() -> None:
     array.drop(0)
     with pytest.raises(FusionError, match="saved with 3 members; this one has 2"):
         array.schedulers[0].load_state_dict(saved)
+
+
+def test_a_checkpoint_of_other_shapes_or_another_optimizer_is_refused() -> None:
+    """A row would be spread over a matrix without a word, a momentum be lost."""
+    narrow, wide = (fuse(built(lambda seed, n=n: nn.Linear(6, n), 2), X) for n in (1, 3))  # type: ignore[misc]
+    with pytest.raises(FusionError, match=r"'weight' for member 0 has shape \[1, 6\]; it must have \[3, 6\]"):
+        wide.load_state_dict(narrow.state_dict())
+    adam, sgd = (fuse(built(model, 2), X) for _ in range(2))
+    adam.optimizer(optim.Adam), sgd.optimizer(optim.SGD)
+    for one in (
+        lambda: sgd.load_state_dict(adam.state_dict()),
+        lambda: sgd.resume_member(0, adam.member(0).checkpoint()),
+    ):
+        before = sgd.state_dict()["members"]
+        with pytest.raises(FusionError, match="checkpoint is of Adam, the array has SGD"):
+            one()
+        torch.testing.assert_close(sgd.state_dict()["members"], before, rtol=0, atol=0)
+    with pytest.raises(FusionError, match="not one of SGD: it has no 'dampening'"):
+        sgd.optimizers[0].load_member_state_dict(0, adam.optimizers[0].member_state_dict(0))
+
+
+def test_numbers_may_be_numpys_and_are_saved_as_pythons() -> None:
+    array = fuse(built(model, 3), X, seeds=np.array([4, 5, 6]))  # type: ignore[arg-type]
+    options = {"lr": np.logspace(-3, -1, 3), "betas": [(np.float64(0.9), 0.99)] * 3, "eps": np.float32(0.5)}
+    optimizer = array.optimizer(optim.Adam, **options)
+    array.scheduler(schedules.ExponentialLR, gamma=list(np.linspace(0.5, 0.9, 3)))
+    array.drop(np.int64(0))  # type: ignore[arg-type]
+    array.admit(built(model, 1)[0], lr=np.float32(0.25))
+    array.losses(X, squared).sum().backward()
+    optimizer.step()
+    array.schedulers[0].step()
+    file = io.BytesIO()
+    torch.save({"whole": array.state_dict(), "one": array.member(0).checkpoint()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert optimizer.lr == pytest.approx([0.01 * 0.7, 0.1 * 0.9, 0.25 * 0.7])
+    array.load_state_dict(saved["whole"])
+    array.resume_member(0, saved["one"])

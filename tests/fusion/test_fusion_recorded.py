@@ -209,3 +209,13 @@ def test_a_step_computes_in_what_autocast_says_where_it_is_made() -> None:
         expected = array.losses(X.float(), lambda out: out.sum()).detach()
     assert step.autocast is torch.bfloat16
     torch.testing.assert_close(step(X.float()), expected, rtol=0, atol=0)
+
+
+def test_a_step_clips_by_value_as_the_array_does() -> None:
+    mine, theirs = ready(), ready()
+    RecordedStep(mine, mine.optimizers[0], F.cross_entropy, X, Y, max_value=[1e-3, None, 1e-4])(X, Y)
+    theirs.losses(X, F.cross_entropy, Y).sum().backward()
+    theirs.clip_grad_value_([1e-3, None, 1e-4])
+    theirs.optimizers[0].step()
+    for index in range(3):
+        torch.testing.assert_close(mine.member(index).state_dict(), theirs.member(index).state_dict())

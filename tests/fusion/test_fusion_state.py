@@ -240,3 +240,81 @@ def test_an_option_that_every_group_has_its_own_of_is_refused_for_a_new_member()
     assert len(array) == len(optimizer.proxies) == 2
     array.admit(built(make, 3)[2], momentum=0.5)
     assert [group["momentum"] for group in optimizer.proxies[2].param_groups] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "dampening": 0.3}),
+        (torch.optim.RMSprop, {"lr": 0.01}),
+    ],
+)
+def test_momentum_that_comes_and_goes_leaves_the_buffer_as_torch_does(cls: Any, options: dict[str, Any]) -> None:
+    """By hand, or by a schedule that cycles it: without momentum torch neither reads nor writes the buffer."""
+    first = [0.5, 0.0] if cls is torch.optim.SGD else [0.5, 0.9]  # torch's RMSprop makes its buffer at the first step
+    models = built(make, 2)
+    alone = [copy.deepcopy(model) for model in models]
+    array = fuse(models, X.double())
+    optimizer = array.optimizer(cls, momentum=first, **options)
+    theirs = [cls(model.parameters(), momentum=first[i], **options) for i, model in enumerate(alone)]
+    for momenta in (first, [0.0, 0.9], [0.5, 0.0], [0.9, 0.9]):
+        for index, momentum in enumerate(momenta):
+            for group in (optimizer.proxies[index].param_groups[0], theirs[index].param_groups[0]):
+                group["momentum"] = momentum
+        optimizer.pull()
+        train(array, 2)
+        for index, (model, own) in enumerate(zip(alone, theirs, strict=True)):
+            train_one(model, own, 2)
+            torch.testing.assert_close(array.member(index).state_dict(), dict(model.state_dict()), rtol=1e-12, atol=0)
+            theirs_now = own.state_dict()["state"]
+            mine_now = optimizer.member_state_dict(index)["state"]
+            assert mine_now.keys() == theirs_now.keys()
+            for place, slots in theirs_now.items():
+                torch.testing.assert_close(mine_now[place]["momentum_buffer"], slots["momentum_buffer"])
+
+
+def test_adagrads_state_before_its_first_step_is_torchs() -> None:
+    """torch's begins with one, and cannot step from a state that has none."""
+    array = fuse(built(make, 2), X.double())
+    optimizer = array.optimizer(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=[0.0, 0.5])
+    model = built(make, 2)[1]
+    own = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    mine = optimizer.member_state_dict(1)
+    torch.testing.assert_close(mine["state"], own.state_dict()["state"])
+    own.load_state_dict(mine)
+    train(array), train_one(model, own)
+    torch.testing.assert_close(array.member(1).state_dict(), dict(model.state_dict()))
+
+
+def test_a_member_that_an_optimizer_refuses_leaves_the_array_as_it_was() -> None:
+    other = fuse(built(make, 1), X.double())
+    other.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+    train(other)
+    array = fuse(built(make, 2), X.double())
+    array.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    schedule = array.scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    other.scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.1)
+    train(array)
+    before = array.state_dict()["members"]
+    with pytest.raises(FusionError, match="that is no number"):
+        array.resume_member(0, other.member(0).checkpoint())
+    torch.testing.assert_close(array.state_dict()["members"], before, rtol=0, atol=0)
+    schedule.step()
+    assert array.optimizers[0].lr == [0.05, 0.05]
+
+
+def test_an_array_whose_members_that_differed_have_left_resumes_in_one_whose_never_did() -> None:
+    array = fuse(built(make, 3), X.double())
+    array.optimizer(torch.optim.SGD, lr=[0.1, 0.2, 0.3], momentum=0.9, nesterov=[True, False, True])
+    train(array, 2)
+    array.drop(1)
+    other = fuse(built(make, 2), X.double())
+    other.optimizer(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
+    train(other)
+    other.load_state_dict(array.state_dict())
+    assert other.optimizers[0].lr == array.optimizers[0].lr == [0.1, 0.3]
+    train(array, 2), train(other, 2)
+    for index in range(2):
+        torch.testing.assert_close(
+            other.member(index).state_dict(), array.member(index).state_dict(), rtol=1e-12, atol=1e-13
+        )

@@ -385,3 +385,44 @@ def test_plateau_schedule_watches_each_members_own_metric() -> None:
     for step in range(3):
         scheduler.step(torch.tensor([1.0, -step]))
     assert scheduler.get_last_lr() == [0.025, 1.0]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("factory", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_sparse_gradients_train_with_the_optimizers_that_torch_has_for_them(factory: Any) -> None:
+    models, x = built(lambda seed: Words(), 3), torch.tensor([[0, 1], [5, 1]])
+    alone = [copy.deepcopy(model) for model in models]
+    array = fuse(models, x)
+    optimizer = array.optimizer(factory, lr=[0.1, 0.2, 0.3])
+    for step in range(3):
+        array.losses(x + step // 2, lambda out: out.square().mean()).sum().backward()
+        if step == 1:
+            array.drop(0)
+        optimizer.step()
+        optimizer.zero_grad()
+    theirs = [factory(model.parameters(), lr=0.1 * (i + 1)) for i, model in enumerate(alone)]
+    batches = [(x + step // 2, None) for step in range(3)]
+    train_alone(alone, theirs, batches, lambda out, _: out.square().mean())
+    for place, member in enumerate((1, 2)):
+        assert_same_state(array.member(place).state_dict(), alone[member].state_dict())
+
+
+def test_sparse_gradients_are_refused_in_one_line_where_torch_refuses_them() -> None:
+    x = torch.tensor([[0, 1], [5, 1]])
+    for factory in (torch.optim.Adam, torch.optim.NAdam):
+        array = fuse(built(lambda seed: Words(), 2), x)
+        optimizer = array.optimizer(factory)
+        array.losses(x, lambda out: out.square().mean()).sum().backward()
+        with pytest.raises(FusionError, match="sparse gradients"):
+            array.clip_grad_norm_(1.0)
+        with pytest.raises(FusionError, match=f"{factory.__name__} .* sparse gradients"):
+            optimizer.step()

@@ -278,6 +278,9 @@ def test_an_array_with_kernels_trains_what_one_without_trains(
     torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
     for (key, a), (_, b) in zip(fast.named_parameters(), slow.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3, msg=lambda m, key=key: f"{key}: {m}")
+    for index in range(3):
+        states = [array.optimizers[0].member_state_dict(index)["state"] for array in (fast, slow)]
+        torch.testing.assert_close(*states, rtol=1e-2, atol=2e-2)
 
 
 def plain_step(array: Any, optimizer: Any) -> Callable[[Tensor, Tensor], Tensor]:

@@ -26,6 +26,9 @@ def apply_at_once(
     members = len(bucket.step_M)
     mine = [real(parameters[key].detach()) for key in bucket.keys]
     grad_MP = _flat([_gradient(parameters[key], members) for key in bucket.keys])
+    if mask_M is not None and bucket.slots:
+        # NaN would stay in the state of a member that stops at it, whatever is loaded into its weights later.
+        grad_MP = torch.where(mask_M.unsqueeze(1), grad_MP, torch.zeros_like(grad_MP))
     shrink_M1 = shrinking(bucket)
     needs_values = bucket.flags["decays"] and shrink_M1 is None
     param_MP = _flat([p.reshape(members, -1) for p in mine]) if needs_values else grad_MP

@@ -11,7 +11,8 @@ Shapes: M = members, N = samples.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
 from burstpool.fusion import checkpoint, kernels
-from burstpool.fusion.clip import clip_grad_norm
+from burstpool.fusion.clip import clip_grad_norm, clip_grad_value
 from burstpool.fusion.compiled import compiler_options
 from burstpool.fusion.explain import Explanation, explain
 from burstpool.fusion.inputs import model_arguments, named_inputs, stacked_inputs
@@ -38,7 +39,7 @@ from burstpool.fusion.schedulers import ArrayScheduler
 from burstpool.fusion.serial import run_serially
 from burstpool.fusion.state import State, skeleton
 from burstpool.fusion.streams import Streams
-from burstpool.fusion.structure import check_same_state, checked_seeds
+from burstpool.fusion.structure import check_same_state, checked_models, checked_seeds, whole_numbers
 from burstpool.model.capture import flatten_arguments
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class FusedArray:
         seeds: Sequence[int] | None = None,
         mode: Execution = "rules",
     ) -> None:
+        models = checked_models(models)
         seeds = checked_seeds(models, seeds)
         if mode not in get_args(Execution):
             raise FusionError(f"mode={mode!r} is unknown; pass one of {', '.join(map(repr, get_args(Execution)))}")
@@ -226,6 +228,9 @@ class FusedArray:
 
         `groups=[{"keys": [...], "weight_decay": 0.0}, …]` gives the named parameters options of their own.
         """
+        if not callable(cls):
+            kind = type(cls).__name__
+            raise FusionError(f"an optimizer's class is needed, such as torch.optim.Adam; this is an object of {kind}")
         made = make_optimizer(cls, self.state.parameters, options, active=self.active)
         made.keeps_state = bool(self._frozen)
         self.optimizers.append(made)
@@ -240,7 +245,12 @@ class FusedArray:
         """
         if optimizer is None and not self.optimizers:
             raise FusionError("a schedule needs an optimizer; call array.optimizer(…) first")
-        made = ArrayScheduler(cls, optimizer or self.optimizers[-1], options)
+        if not callable(cls):
+            kind = type(cls).__name__
+            raise FusionError(f"a schedule's class is needed, as torch.optim.lr_scheduler.StepLR; this is a {kind}")
+        made = ArrayScheduler(cls, self.own(optimizer or self.optimizers[-1]), options)
+        for index in self._frozen:
+            made.rest(index)
         self.schedulers.append(made)
         return made
 
@@ -250,9 +260,19 @@ class FusedArray:
         self.scalers.append(made)
         return made
 
+    def own(self, made: Any) -> Any:
+        """An optimizer or loss scaler of this array, or a refusal of what is not."""
+        if not any(made is mine for mine in (*self.optimizers, *self.scalers)):
+            raise FusionError(f"the {type(made).__name__} is not this array's; make it by array.optimizer(…)")
+        return made
+
     def clip_grad_norm_(self, max_norm: float | Sequence[float | None]) -> Tensor:
         """Clips each member's gradients to its own norm; None leaves a member's alone. Returns the norms [M]."""
         return clip_grad_norm(list(self.parameters()), max_norm, len(self))
+
+    def clip_grad_value_(self, clip_value: float | Sequence[float | None]) -> None:
+        """Clips each number of a member's gradients to its own limit, by magnitude; None leaves a member's alone."""
+        clip_grad_value(list(self.parameters()), clip_value, len(self))
 
     def member(self, index: int) -> Member:
         """One member, counted from 0 among those present."""
@@ -287,7 +307,7 @@ class FusedArray:
         """Trains a stopped member on, from where it is: its weights, buffers and optimizer state."""
         index = self._index(index)
         self.active[index] = True
-        self._frozen.pop(index, None)
+        self._thaw(index)
 
     def stopped(self) -> list[int]:
         """Members that train no more: stopped, or their loss was not finite. Waits for the device."""
@@ -295,7 +315,7 @@ class FusedArray:
 
     def drop(self, index: int | Sequence[int]) -> None:
         """Removes members and closes the gap; the others keep their state, optimizer and random streams included."""
-        gone = {self._index(i) for i in ([index] if isinstance(index, int) else index)}
+        gone = self._indices(index)
         kept = [i for i in range(len(self)) if i not in gone]
         if not kept:
             raise FusionError("the array would be empty; an array has at least one member")
@@ -329,6 +349,13 @@ class FusedArray:
         the first of the present members was given. `job` is what it was made of, for an array that was made from jobs.
         """
         index = len(self)
+        if not isinstance(model, nn.Module):
+            raise FusionError(f"member {index} is a {type(model).__name__}; pass an nn.Module")
+        if options and not self.optimizers:
+            raise FusionError(f"{next(iter(options))!r} is for an optimizer, and the array has none")
+        if scheduler and not self.schedulers:
+            raise FusionError(f"{next(iter(scheduler))!r} is for a schedule, and the array has none")
+        (seed,) = whole_numbers([index if seed is None else seed])
         self._forget_sizes()
         empty = skeleton(model)
         check_same_state(self.state.skeletons[0], empty, member=index)
@@ -343,7 +370,7 @@ class FusedArray:
             raise
         jobs, active = self.jobs, self.active
         try:
-            self._admit_state(model, index if seed is None else seed, options, dict(scheduler or {}))
+            self._admit_state(model, seed, options, dict(scheduler or {}))
         except Exception:
             self.active = active.clone()
             self._cut(index)
@@ -384,7 +411,11 @@ class FusedArray:
 
     def split(self, indices: Sequence[int]) -> "FusedArray":
         """Moves members to an array of their own, with their optimizer state, schedules and random streams."""
-        chosen = [self._index(i) for i in indices]
+        chosen = self._indices(indices)
+        if len(set(chosen)) < len(chosen):
+            raise FusionError(f"members {chosen} are to split off; name each once")
+        if not 0 < len(chosen) < len(self):
+            raise FusionError(f"{len(chosen)} of {len(self)} members to split off; both arrays need at least one")
         other = copy.copy(self)
         other.compiled_ways, other._memory = {}, copy.copy(self._memory)
         other.active = self.active[torch.tensor(chosen, device=self.device)].clone()
@@ -451,9 +482,19 @@ class FusedArray:
             return mode.plan(batched)
         return choose_lowerings(self, mode, batched, named, values, serial=self._mode_name == "fastest")
 
-    def _freeze(self, index: int) -> None:
-        """A stopped member's buffers stay what they are now."""
-        self._frozen[index] = {key: buffer[index].clone() for key, buffer in self.state.buffers.items()}
+    def _freeze(self, index: int, buffers: dict[str, Tensor] | None = None) -> None:
+        """A stopped member's buffers stay what they are now, its random stream and schedules where they are."""
+        now = {key: buffer[index].clone() for key, buffer in self.state.buffers.items()} if buffers is None else buffers
+        self._frozen[index] = now
+        self.streams.rest(index)
+        for schedule in self.schedulers:
+            schedule.rest(index)
+
+    def _thaw(self, index: int) -> None:
+        self._frozen.pop(index, None)
+        self.streams.wake(index)
+        for schedule in self.schedulers:
+            schedule.wake(index)
 
     def _restore_frozen(self) -> None:
         if self.recording:
@@ -464,9 +505,17 @@ class FusedArray:
                 self.state.buffers[key].data[index].copy_(value)
 
     def _index(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
+        try:
+            place = operator.index(index)
+        except TypeError:
+            raise FusionError(f"a member is named by its number; {index!r} is a {type(index).__name__}") from None
+        if not -len(self) <= place < len(self):
             raise FusionError(f"there is no member {index}; the array has members 0 to {len(self) - 1}")
-        return index % len(self)
+        return place % len(self)
+
+    def _indices(self, indices: Any) -> list[int]:
+        several = isinstance(indices, Iterable) and getattr(indices, "ndim", 1) > 0
+        return [self._index(i) for i in (indices if several else [indices])]
 
 
 def _in_mode(model: nn.Module, training: bool) -> nn.Module:

@@ -19,6 +19,7 @@ def state_dict(array: "FusedArray") -> dict[str, Any]:
     """All of it copies; the dict goes through torch.save and torch.load(weights_only=True)."""
     return {
         "schema_version": SCHEMA_VERSION,
+        "kinds": _kinds(array),
         "members": [array.state.member(index, persistent=False) for index in range(len(array))],
         "streams": array.streams.states(),
         "active": array.active.clone(),
@@ -36,8 +37,11 @@ def load_state_dict(array: "FusedArray", state: Mapping[str, Any]) -> None:
             for key, value in member.items():
                 tensors[array.state.aliases[key]][index].copy_(value)
         array.active.copy_(state["active"])
+    for index in range(len(array)):
+        array._thaw(index)
     array.streams.restore(state["streams"])
-    array._frozen = {int(index): copied(dict(saved)) for index, saved in state["frozen"].items()}
+    for index, saved in state["frozen"].items():
+        array._freeze(int(index), copied(dict(saved)))
     for part in _PARTS:
         for item, saved in zip(getattr(array, part), state[part], strict=True):
             item.load_state_dict(saved)
@@ -50,26 +54,30 @@ def member_state(array: "FusedArray", index: int) -> dict[str, Any]:
     """One member's share of the array; tensors are copies."""
     return {
         "schema_version": SCHEMA_VERSION,
+        "kinds": _kinds(array),
         "state": array.state.member(index),
         "hidden": _hidden(array, index),
         "optimizers": [optimizer.member_state_dict(index) for optimizer in array.optimizers],
         "schedulers": [scheduler.member_state_dict(index) for scheduler in array.schedulers],
         "scalers": [scaler.member_state_dict(index) for scaler in array.scalers],
-        "stream": array.streams.generators[index].get_state(),
+        "stream": array.streams.state(index),
         "active": bool(array.active[index]),
     }
 
 
 def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any]) -> None:
     """One member as it was, in this array or another of the same models, optimizers and schedules."""
-    if saved.get("schema_version") != SCHEMA_VERSION:
-        raise FusionError(
-            f"the checkpoint has schema {saved.get('schema_version')}; this version reads {SCHEMA_VERSION}"
-        )
+    _check_schema(saved, "state", "member(i).checkpoint()")
     for part in _PARTS:
         found, wanted = len(saved.get(part, ())), len(getattr(array, part))
         if found != wanted:
             raise FusionError(f"the member was saved with {found} {part}, the array has {wanted}")
+    _check_kinds(array, saved)
+    array.state.check(index, saved["state"])
+    # First, as they may refuse what is no number of their options: nothing else is changed then.
+    for optimizer, state in zip(array.optimizers, saved["optimizers"], strict=True):
+        optimizer.load_member_state_dict(index, state)
+    array.start(index)
     array.state.load(index, saved["state"])
     with torch.no_grad():
         for key, value in saved.get("hidden", {}).items():
@@ -77,13 +85,9 @@ def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any])
     array.streams.generators[index].set_state(saved["stream"])
     for scheduler, state in zip(array.schedulers, saved["schedulers"], strict=True):
         scheduler.load_member_state_dict(index, state)
-    for optimizer, state in zip(array.optimizers, saved["optimizers"], strict=True):
-        optimizer.load_member_state_dict(index, state)
     for scaler, state in zip(array.scalers, saved.get("scalers", ()), strict=True):
         scaler.load_member_state_dict(index, state)
-    if saved.get("active", True):
-        array.start(index)
-    else:
+    if not saved.get("active", True):
         array.stop(index)
 
 
@@ -95,11 +99,33 @@ def _hidden(array: "FusedArray", index: int) -> dict[str, torch.Tensor]:
     return {key: buffer[index].clone() for key, buffer in array.state.buffers.items() if key not in shown}
 
 
+def _kinds(array: "FusedArray") -> dict[str, list[str]]:
+    """What optimizers and schedules there are, by their classes' names."""
+    return {
+        "optimizers": [type(optimizer.proxies[0]).__name__ for optimizer in array.optimizers],
+        "schedulers": [type(scheduler.schedulers[0]).__name__ for scheduler in array.schedulers],
+    }
+
+
+def _check_kinds(array: "FusedArray", state: Mapping[str, Any]) -> None:
+    for part, mine in _kinds(array).items():
+        # Checkpoints of earlier versions, and those that are made of a job's own, do not say.
+        for saved, here in zip(state.get("kinds", {}).get(part, mine), mine, strict=True):
+            if saved != here:
+                raise FusionError(f"the checkpoint is of {saved}, the array has {here}; make the same before loading")
+
+
+def _check_schema(state: Mapping[str, Any], part: str, made_by: str) -> None:
+    if not isinstance(state, Mapping):
+        raise FusionError(f"a checkpoint is a dict that {made_by} made, not a {type(state).__name__}")
+    if state.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise FusionError(f"the checkpoint has schema {state['schema_version']}; this version reads {SCHEMA_VERSION}")
+    if part not in state or "schema_version" not in state:
+        raise FusionError(f"the checkpoint is not one that {made_by} made: it has no {part!r} and schema version")
+
+
 def _check(array: "FusedArray", state: Mapping[str, Any]) -> None:
-    if state.get("schema_version") != SCHEMA_VERSION:
-        raise FusionError(
-            f"the checkpoint has schema {state.get('schema_version')}; this version reads {SCHEMA_VERSION}"
-        )
+    _check_schema(state, "members", "array.state_dict()")
     if len(state["members"]) != len(array):
         raise FusionError(
             f"the checkpoint has {len(state['members'])} members, the array {len(array)}; make one of the same size"
@@ -108,9 +134,11 @@ def _check(array: "FusedArray", state: Mapping[str, Any]) -> None:
     for index, member in enumerate(state["members"]):
         if different := member.keys() ^ known:
             raise FusionError(f"the checkpoint's member {index} and the array differ in {sorted(different)[0]!r}")
+        array.state.check_shapes(index, member)
     for part in _PARTS:
         if len(state[part]) != len(getattr(array, part)):
             raise FusionError(
                 f"the checkpoint has {len(state[part])} {part}, the array {len(getattr(array, part))}; "
                 "make them before loading, in the same order"
             )
+    _check_kinds(array, state)

@@ -46,6 +46,8 @@ class Grouping:
 
 def group_models(models: Sequence[nn.Module], examples: Sequence[Any]) -> Grouping:
     """Groups models by the shape of their graphs; an example for each, as `fuse` takes it."""
+    if len(models) != len(examples):
+        raise FusionError(f"{len(examples)} examples for {len(models)} models; pass one each")
     return _grouped(
         [
             _Candidate(model, lambda model=model: model, model_arguments(example), "")  # type: ignore[misc]

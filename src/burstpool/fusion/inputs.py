@@ -1,13 +1,15 @@
 """Inputs: how they are passed to a model, and those of which each member has its own."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
-from burstpool.model.capture import Capture, batch_of, flatten_arguments
+from burstpool.model.capture import BATCH_SYMBOL, Capture, batch_of, flatten_arguments
 
 
 def model_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -23,6 +25,9 @@ def stacked_inputs(inputs: Any, members: int) -> Any:
         if len(inputs) != members:
             raise FusionError(f"{len(inputs)} inputs for {members} members; pass one each")
         leaves = [pytree.tree_flatten(item) for item in inputs]
+        for index, (_, spec) in enumerate(leaves):
+            if spec != leaves[0][1]:
+                raise FusionError(f"the inputs of member {index} have another structure than those of member 0")
         columns = zip(*(flat for flat, _ in leaves), strict=True)
         return pytree.tree_unflatten([_stacked(column) for column in columns], leaves[0][1])
     for leaf in pytree.tree_leaves(inputs):
@@ -48,9 +53,25 @@ def named_inputs(capture: Capture, example: Sequence[Any], inputs: Any, *, own: 
     low, high = capture.batch_range
     if samples < low or (high is not None and samples > high):
         raise FusionError(f"a batch of {samples} is outside of what the model's code allows: {low} to {high or 'any'}")
+    if samples == 1:
+        _check_norms_of_one(capture)
     stored = {*capture.parameters, *capture.buffers, *capture.constants}
     placeholders = [node.name for node in capture.graph.nodes if node.op == "placeholder"]
     return {name: named.get(name) for name in placeholders if name not in stored}
+
+
+def _check_norms_of_one(capture: Capture) -> None:
+    """Refuses, as torch does, one sample for batch norm in training with one value a channel: it has no variance."""
+    graphs = [capture.graph, *(m.graph for m in capture.root.children() if isinstance(m, fx.GraphModule))]
+    for node in (node for graph in graphs for node in graph.nodes):
+        if node.target is not torch.ops.aten.batch_norm.default or not node.args[5]:
+            continue
+        sizes = [capture.size(size) for size in node.args[0].meta["val"].shape]
+        if math.prod(size if isinstance(size, int) else size.subs(BATCH_SYMBOL, 1) for size in sizes) == sizes[1]:
+            raise FusionError(
+                f"batch norm ({node.name!r}) has one value a channel in a batch of one sample, which torch refuses in "
+                "training; leave the batch out, or take more samples"
+            )
 
 
 def _check_like_example(capture: Capture, leaves: Sequence[Any], example: Sequence[Any], *, own: bool) -> None:

@@ -10,6 +10,7 @@ Shapes: M = members, P = all of a member's parameters in a bucket.
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,13 +22,26 @@ from burstpool.fusion import kernels
 from burstpool.fusion.apply import apply_at_once, apply_in_chunks
 from burstpool.fusion.copied import copied
 from burstpool.fusion.gradients import forget_gradients
-from burstpool.fusion.options import Factory, flags, for_member, load_numbers, made, numbers, stand_ins
+from burstpool.fusion.options import (
+    Factory,
+    flags,
+    for_member,
+    load_numbers,
+    loaded_groups,
+    made,
+    numbers,
+    plain,
+    stand_ins,
+)
 from burstpool.fusion.updates import UPDATES, Bucket, Update, real, width
 
 _EXACT = ("lr", "beta1", "beta2", "lr_decay")
 """Numbers that are also kept in double precision, where torch computes with Python's."""
 _REST = ("beta1", "beta2", "rho", "alpha", "dampening")
 """Numbers whose difference to 1 is a column too: torch takes it in double precision."""
+_SPARSE = (torch.optim.SGD, torch.optim.Adagrad)
+"""Formulas that torch also has for sparse gradients."""
+_DIFFERENT_FLAGS = "members differ in an option of the optimizer that is no number; use two arrays"
 _LARGE = 4096
 """Elements of a member's parameter from which it has a launch of its own, where there is a kernel."""
 
@@ -39,6 +53,11 @@ class ArrayOptimizer(Protocol):
     """Each member's numbers; what its schedule acts upon."""
     keeps_state: bool
     """Whether a member that does not step must keep its state to the bit, not only its weights."""
+
+    @property
+    def lr(self) -> list[float]:
+        """Each member's learning rate, of the first group."""
+        ...
 
     def step(self, skip: Tensor | None = None) -> None:
         """Updates all active members, but for those where `skip` [M] is true."""
@@ -93,6 +112,9 @@ def make_optimizer(
 
     settings = Settings(factory, options, parameters, len(active))
     proxies = [settings.proxy(given) for given in settings.given]
+    closure = inspect.signature(type(proxies[0]).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise FusionError(f"{type(proxies[0]).__name__} needs a closure to step, which an array cannot give it")
     update = UPDATES.get(type(proxies[0]))
     shared = all(flags([p.param_groups[g] for p in proxies]) is not None for g in range(len(settings.keys)))
     if update is None or not shared:
@@ -107,10 +129,8 @@ class Settings:
         self, factory: Factory, options: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], members: int
     ) -> None:
         self.factory, self._stand_ins = factory, stand_ins(parameters)
-        named = list(options.get("groups") or [])
+        named = _checked_groups(options.get("groups") or [], parameters)
         taken = [key for group in named for key in group["keys"]]
-        if unknown := [key for key in taken if key not in parameters]:
-            raise FusionError(f"there is no parameter {unknown[0]!r}; groups name parameters by their state-dict keys")
         rest = [key for key in parameters if key not in taken]
         groups = [dict(group) for group in named]
         # A group of frozen parameters alone is none: the user's optimizer has no such group.
@@ -149,7 +169,7 @@ class Settings:
                 f"{vain[0]}={options[vain[0]]!r} would have no effect, as each group of parameters has its own; "
                 "leave it out, and give the member its numbers with resume_member"
             )
-        return Given({**first.options, **options}, first.groups)
+        return Given({**first.options, **{name: plain(value) for name, value in options.items()}}, first.groups)
 
     def kept(self, indices: Sequence[int]) -> "Settings":
         """The settings of these members, in this order."""
@@ -162,6 +182,18 @@ class Settings:
         other = copy.copy(self)
         other.given = [*self.given, given]
         return other
+
+
+def _checked_groups(groups: Any, parameters: Mapping[str, nn.Parameter]) -> list[Mapping[str, Any]]:
+    """Refuses groups that do not name parameters of the model."""
+    for group in [groups] if isinstance(groups, Mapping | str) else groups:
+        keys = group.get("keys") if isinstance(group, Mapping) else None
+        if not isinstance(keys, list | tuple) or isinstance(groups, Mapping):
+            raise FusionError('groups are a list of dicts such as {"keys": ["0.bias"], "weight_decay": 0.0}')
+        if unknown := [key for key in keys if not isinstance(key, str) or key not in parameters]:
+            name = repr(unknown[0]) if isinstance(unknown[0], str) else f"of type {type(unknown[0]).__name__}"
+            raise FusionError(f"there is no parameter {name}; groups name parameters by their state-dict keys")
+    return list(groups)
 
 
 class Given(NamedTuple):
@@ -194,7 +226,7 @@ class FusedOptimizer:
     @property
     def lr(self) -> list[float]:
         """Each member's learning rate, of the first group."""
-        return [numbers(p.param_groups[0])["lr"] for p in self.proxies]
+        return [float(proxy.param_groups[0]["lr"]) for proxy in self.proxies]
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
@@ -208,19 +240,31 @@ class FusedOptimizer:
         forget_gradients(self.parameters.values(), set_to_none=set_to_none)
 
     def _update(self, bucket: Bucket, mask_M: Tensor, *, keep: bool) -> None:
-        bucket.step_M.add_(mask_M)
+        bucket.step_M.add_(self._counted(bucket, mask_M))
         # Reading the mask is free on a CPU; on a GPU it would stall every step.
-        masked = mask_M.device.type != "cpu" or not bool(mask_M.all())
+        on_cpu = mask_M.device.type == "cpu"
+        masked = not on_cpu or not bool(mask_M.all())
         if self._has_kernel(bucket.keys[0], at_least=1 if self.recorded else _LARGE):
             from burstpool.fusion.kernels import update
 
             update.apply(type(self.proxies[0]), bucket, self.parameters, mask_M)
             return
-        apply = apply_in_chunks if mask_M.device.type == "cpu" else apply_at_once
+        if on_cpu:  # only the rows of those that do not step; finding them would stall a GPU
+            rows = [index for index, steps in enumerate(mask_M.tolist()) if not steps] if masked else []
+            kept = {name: slot[rows] for name, slot in bucket.slots.items()} if rows else {}
+            apply_in_chunks(self.update.formula, bucket, self.parameters, mask_M if masked else None)
+            for name, old in kept.items():
+                bucket.slots[name][rows] = old
+            return
         before = {name: slot.clone() for name, slot in bucket.slots.items()} if keep else {}
-        apply(self.update.formula, bucket, self.parameters, mask_M if masked else None)
+        apply_at_once(self.update.formula, bucket, self.parameters, mask_M)
         for name, old in before.items():
             bucket.slots[name].copy_(torch.where(mask_M.unsqueeze(1), bucket.slots[name], old))
+
+    def _counted(self, bucket: Bucket, mask_M: Tensor) -> Tensor:
+        """Members whose step counts: with SGD those that have momentum, as torch has no state without."""
+        counts_all = not isinstance(self.proxies[0], torch.optim.SGD) or bucket.flags["all_momentum"]
+        return mask_M if counts_all else mask_M & (bucket.number("momentum").view(-1) != 0)
 
     def _has_kernel(self, key: str, *, at_least: int) -> bool:
         """Whether one kernel updates the parameter: those so large that reading them takes longer than a launch."""
@@ -240,6 +284,7 @@ class FusedOptimizer:
 
     def _with_gradients(self) -> list[Bucket]:
         """The buckets to update. Parameters that did not always have gradients together part here."""
+        self._make_dense()
         present = {key for key, parameter in self.parameters.items() if parameter.grad is not None}
         for bucket in list(self.buckets):
             inside = [key for key in bucket.keys if key in present]
@@ -248,6 +293,18 @@ class FusedOptimizer:
         known = {key for bucket in self.buckets for key in bucket.keys}
         self._add_buckets(present - known)
         return [bucket for bucket in self.buckets if bucket.keys[0] in present]
+
+    def _make_dense(self) -> None:
+        """Sparse gradients, as of `nn.Embedding(sparse=True)`, for formulas that torch has for them, too."""
+        for key, parameter in self.parameters.items():
+            if parameter.grad is None or parameter.grad.layout is torch.strided:
+                continue
+            if not isinstance(self.proxies[0], _SPARSE):
+                raise FusionError(
+                    f"{type(self.proxies[0]).__name__} does not take sparse gradients, which {key!r} has; "
+                    "use SparseAdam, SGD or Adagrad, or an embedding with sparse=False"
+                )
+            parameter.grad = parameter.grad.to_dense()
 
     def _add_buckets(self, keys: set[str]) -> None:
         for group, known in enumerate(self.settings.keys):
@@ -274,7 +331,7 @@ class FusedOptimizer:
         groups = [p.param_groups[bucket.group] for p in self.proxies]
         found = flags(groups)
         if found is None:
-            raise FusionError("members differ in an option of the optimizer that is no number; use two arrays")
+            raise FusionError(_DIFFERENT_FLAGS)
         if found != bucket.flags:
             bucket.chunks = None  # they hold flags of their own
         bucket.flags = found
@@ -342,6 +399,8 @@ class FusedOptimizer:
     def member_state_dict(self, index: int) -> dict[str, Any]:
         """One member's state as torch's optimizer over its parameters alone would give it."""
         order = self.settings.order
+        if isinstance(self.proxies[index], torch.optim.Adagrad):
+            self._add_buckets(set(order) - {key for bucket in self.buckets for key in bucket.keys})
         state: dict[int, dict[str, Tensor]] = {}
         counts_steps = not isinstance(self.proxies[index], torch.optim.SGD)
         for bucket in self.buckets:
@@ -362,8 +421,7 @@ class FusedOptimizer:
     @torch.no_grad()
     def load_member_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
         """One member's state and numbers, as `member_state_dict` or torch's optimizer alone gave them."""
-        order = self.settings.order
-        saved = {order[place]: slots for place, slots in state["state"].items()}
+        saved = self._checked_state(index, state)
         load_numbers(self.proxies[index], state["param_groups"])
         self.pull()  # its numbers may ask for state that the array did not have
         self._add_buckets(saved.keys() - {key for bucket in self.buckets for key in bucket.keys})
@@ -381,6 +439,25 @@ class FusedOptimizer:
                 else:
                     slot[index] = torch.cat([real(saved[key][name]).reshape(-1) for key in bucket.keys])
 
+    def _checked_state(self, index: int, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """Each parameter's slots, or a refusal before anything is changed."""
+        for place, mine in enumerate(loaded_groups(self.proxies[index], state["param_groups"])):
+            others = [p.param_groups[place] for i, p in enumerate(self.proxies) if i != index]
+            if flags([mine, *others]) is None:
+                raise FusionError(_DIFFERENT_FLAGS)
+        order = self.settings.order
+        if len(order) != (found := sum(len(group["params"]) for group in state["param_groups"])):
+            raise FusionError(f"the optimizer's state has {found} parameters, this one {len(order)}")
+        saved = {order[place]: slots for place, slots in state["state"].items()}
+        for key, slots in saved.items():
+            for name, value in slots.items():
+                wanted = self.parameters[key].shape[1:]
+                if name != "step" and isinstance(value, Tensor) and value.shape != wanted:
+                    raise FusionError(
+                        f"the optimizer's {name} of {key!r} has shape {list(value.shape)}; it must have {list(wanted)}"
+                    )
+        return saved
+
     def state_dict(self) -> dict[str, Any]:
         """All members' state and numbers."""
         buckets = [
@@ -397,10 +474,13 @@ class FusedOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same array's optimizer as it was."""
-        if len(state["numbers"]) != len(self.proxies):
-            raise FusionError(
-                f"the optimizer was saved with {len(state['numbers'])} members; this one has {len(self.proxies)}"
-            )
+        count = len(state.get("numbers", state.get("members", ())))
+        if count != len(self.proxies):
+            raise FusionError(f"the optimizer was saved with {count} members; this one has {len(self.proxies)}")
+        if "members" in state:  # by a `SlicedOptimizer`: members differed in flags then, and those that did have left
+            for index, member in enumerate(state["members"]):
+                self.load_member_state_dict(index, member)
+            return
         for proxy_, groups in zip(self.proxies, state["numbers"], strict=True):
             load_numbers(proxy_, groups)
         with torch.no_grad():

@@ -5,6 +5,7 @@ the array reads the numbers off them. A list gives one value a member; a tuple, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,11 +19,18 @@ Factory = Callable[..., torch.optim.Optimizer]
 
 def for_member(options: Mapping[str, Any], member: int, members: int) -> dict[str, Any]:
     """The options of one member."""
-    return {name: _value(name, value, member, members) for name, value in options.items()}
+    return {name: plain(_value(name, value, member, members)) for name, value in options.items()}
+
+
+def plain(value: Any) -> Any:
+    """numpy's numbers as Python's own, which a checkpoint can hold; all else as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+    return value.item() if getattr(value, "ndim", None) == 0 and not isinstance(value, Tensor) else value
 
 
 def _value(name: str, value: Any, member: int, members: int) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 1:
+    if getattr(value, "ndim", 0) == 1:  # a tensor, or numpy's array
         value = value.tolist()
     if not isinstance(value, list) or (name == "betas" and value and not isinstance(value[0], Sequence)):
         return value
@@ -50,7 +58,8 @@ def made(
     try:
         return factory(described, **_own(options))
     except (TypeError, ValueError) as error:
-        raise FusionError(f"{getattr(factory, '__name__', 'the optimizer')} refuses {dict(options)}: {error}") from None
+        name, given = getattr(factory, "__name__", "the optimizer"), " ".join(str(dict(options)).split())
+        raise FusionError(f"{name} refuses {given}: {error}") from None
 
 
 def _own(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,19 +73,31 @@ def numbers(group: Mapping[str, Any]) -> dict[str, float]:
     for name, value in group.items():
         if name == "betas":
             found["beta1"], found["beta2"] = (float(beta) for beta in value)
-        elif isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+        elif isinstance(value, Tensor | Real) and not isinstance(value, bool):
             found[name] = float(value)
     return found
 
 
 def load_numbers(proxy: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """A member's numbers as they were saved."""
+    for mine, described in zip(proxy.param_groups, loaded_groups(proxy, groups), strict=True):
+        mine.update(copied(described))
+
+
+def loaded_groups(proxy: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A member's groups with the numbers that were saved, or a refusal; nothing is changed."""
     if len(groups) != len(proxy.param_groups):
         raise FusionError(
             f"the optimizer's state has {len(groups)} groups of parameters, this one {len(proxy.param_groups)}"
         )
-    for mine, saved in zip(proxy.param_groups, groups, strict=True):
-        mine.update(copied({name: value for name, value in saved.items() if name not in ("params", "param_names")}))
+    wanted = numbers(proxy.defaults).keys() - {"beta1", "beta2"} | proxy.defaults.keys() & {"betas"}
+    for saved in groups:
+        if missing := sorted(wanted - saved.keys()):
+            raise FusionError(f"the state is not one of {type(proxy).__name__}: it has no {missing[0]!r}")
+    return [
+        {**mine, **{name: value for name, value in saved.items() if name not in ("params", "param_names")}}
+        for mine, saved in zip(proxy.param_groups, groups, strict=True)
+    ]
 
 
 def flags(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -93,6 +114,7 @@ def flags(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {
         **found[0],
         "has_momentum": any(columns["momentum"]),
+        "all_momentum": all(columns["momentum"]),
         "damps": any(columns["dampening"]),
         "decays": any(columns["weight_decay"]),
     }

@@ -39,9 +39,12 @@ class LossScaler:
         """Steps since the scale last changed."""
 
     def _spread(self, device: torch.device) -> None:
-        self._numbers = {
-            name: torch.tensor([float(given[name]) for given in self._given], device=device) for name in _DEFAULTS
-        }
+        try:
+            self._numbers = {
+                name: torch.tensor([float(given[name]) for given in self._given], device=device) for name in _DEFAULTS
+            }
+        except (TypeError, ValueError) as error:
+            raise FusionError(f"the loss scaler takes numbers: {error}") from None
 
     def scale(self, losses: Tensor) -> Tensor:
         """[M]: the losses to go backward from."""
@@ -50,12 +53,16 @@ class LossScaler:
     @torch.no_grad()
     def unscale(self) -> None:
         """Divides the gradients by the scales, e.g. before clipping; `step` does it otherwise."""
+        if self._unscaled:
+            raise FusionError("the gradients are unscaled already; call update() after each step")
         members = len(self.scale_M)
         factor_M = self.scale_M.double().reciprocal()
         overflow_M = torch.zeros_like(self._overflow_M)
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 continue
+            if parameter.grad.is_sparse:
+                raise FusionError("sparse gradients, as of nn.Embedding(sparse=True), cannot be unscaled; use bfloat16")
             parameter.grad.mul_(factor_M.view(-1, *[1] * (parameter.dim() - 1)).to(parameter.grad.dtype.to_real()))
             overflow_M |= ~torch.isfinite(parameter.grad.reshape(members, -1)).all(1)
         self._overflow_M.copy_(overflow_M)  # in place, as all state here: a recorded step finds it again
@@ -116,6 +123,7 @@ class LossScaler:
         """Scales and counts as they were."""
         self.scale_M.copy_(state["scale"])  # in place: a recorded step finds them again
         self.growth_M.copy_(state["growth"])
+        self._unscaled = False
 
     def member_state_dict(self, index: int) -> dict[str, Any]:
         """One member's scale and count."""

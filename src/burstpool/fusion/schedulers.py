@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from burstpool.errors import FusionError
 from burstpool.fusion.copied import copied
@@ -20,6 +21,8 @@ class ArrayScheduler:
 
     def __init__(self, factory: Callable[..., Any], optimizer: ArrayOptimizer, options: Mapping[str, Any]) -> None:
         self.factory, self.optimizer = factory, optimizer
+        self._resting: frozenset[int] = frozenset()
+        """Members that were stopped: their schedules stay where they are."""
         members = len(optimizer.proxies)
         self._given = [for_member(options, member, members) for member in range(members)]
         self.schedulers = [self._made(given, member) for member, given in enumerate(self._given)]
@@ -37,16 +40,40 @@ class ArrayScheduler:
         return made
 
     def step(self, metrics: Tensor | Sequence[float] | None = None) -> None:
-        """One step for all; `metrics`, one a member, for schedules that watch one, as ReduceLROnPlateau does."""
-        values = metrics.tolist() if isinstance(metrics, Tensor) else metrics
-        if values is not None and len(values) != len(self.schedulers):
-            raise FusionError(f"{len(values)} metrics for {len(self.schedulers)} members; pass one each")
+        """One step for all but those that were stopped.
+
+        `metrics`, one a member, is for schedules that watch one, as ReduceLROnPlateau does.
+        """
+        values = self._checked_metrics(metrics)
         for member, scheduler in enumerate(self.schedulers):
-            if values is None:
-                scheduler.step()
-            else:
-                scheduler.step(values[member])
+            if member in self._resting:
+                continue
+            try:
+                scheduler.step(*(() if values is None else (values[member],)))
+            except ValueError as error:  # as of OneCycleLR, at its end
+                raise FusionError(f"the schedule of member {member}: {error}; stop the member at its end") from None
         self.optimizer.pull()
+
+    def _checked_metrics(self, metrics: Tensor | Sequence[float] | None) -> Sequence[float] | None:
+        if metrics is None:
+            if isinstance(self.schedulers[0], ReduceLROnPlateau):
+                raise FusionError("ReduceLROnPlateau watches a metric; pass step a list of one number a member")
+            return None
+        values = metrics.tolist() if isinstance(metrics, Tensor) else metrics
+        if not hasattr(values, "__len__") or len(values) != len(self.schedulers):
+            count = len(values) if hasattr(values, "__len__") else 1
+            raise FusionError(f"{count} metrics for {len(self.schedulers)} members; pass one each")
+        if any(isinstance(value, list) for value in values):
+            raise FusionError("a metric is one number a member; the ones given have more dimensions")
+        return values
+
+    def rest(self, index: int) -> None:
+        """A stopped member's schedule stays where it is."""
+        self._resting |= {index}
+
+    def wake(self, index: int) -> None:
+        """It goes on."""
+        self._resting -= {index}
 
     def get_last_lr(self) -> list[float]:
         """Each member's learning rate, of the first group."""
@@ -62,6 +89,7 @@ class ArrayScheduler:
     def keep(self, indices: Sequence[int]) -> None:
         """Only these members, in this order."""
         self._given = [self._given[index] for index in indices]
+        self._resting = frozenset(place for place, index in enumerate(indices) if index in self._resting)
         self.schedulers = [self.schedulers[index] for index in indices]
 
     def admit(self, options: Mapping[str, Any]) -> None:

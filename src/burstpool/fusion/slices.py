@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from burstpool.errors import FusionError
 from burstpool.fusion.copied import copied
 from burstpool.fusion.gradients import forget_gradients
+from burstpool.fusion.options import loaded_groups
 
 if TYPE_CHECKING:
     from burstpool.fusion.optim import Settings
@@ -36,6 +37,11 @@ class SlicedOptimizer:
         }
         return self.settings.optimizer(self.settings.given[member], slices)
 
+    @property
+    def lr(self) -> list[float]:
+        """Each member's learning rate, of the first group."""
+        return [float(proxy.param_groups[0]["lr"]) for proxy in self.proxies]
+
     def _slices(self, member: int) -> list[tuple[nn.Parameter, str]]:
         groups = zip(self.proxies[member].param_groups, self.settings.keys, strict=True)
         return [(p, key) for group, keys in groups for p, key in zip(group["params"], keys, strict=True)]
@@ -51,9 +57,11 @@ class SlicedOptimizer:
                 slice_.grad = None if gradient is None else gradient[member].resolve_conj()
             try:
                 self.proxies[member].step()
-            except TypeError as error:
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:  # no memory, or the device's own
+                    raise
                 name = type(self.proxies[member]).__name__
-                raise FusionError(f"{name} needs a closure to step, which an array cannot give it: {error}") from None
+                raise FusionError(f"{name} cannot step member {member}: {error}") from error
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or sets them to zero."""
@@ -108,6 +116,8 @@ class SlicedOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same array's optimizer as it was."""
+        if "members" not in state:
+            raise FusionError("the optimizer was saved by an array whose members agree in all that is no number")
         if len(state["members"]) != len(self.proxies):
             raise FusionError(
                 f"the optimizer was saved with {len(state['members'])} members; this one has {len(self.proxies)}"
@@ -118,7 +128,11 @@ class SlicedOptimizer:
 
 def _load(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     saved = copied(dict(state))
-    optimizer.load_state_dict(saved)
+    loaded_groups(optimizer, saved["param_groups"])
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        raise FusionError(f"{type(optimizer).__name__} refuses the state: {error}") from None
     places = [place for group in saved["param_groups"] for place in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for place, parameter in zip(places, parameters, strict=True):

@@ -45,6 +45,16 @@ class State:
 
     def load(self, index: int, state: Mapping[str, Tensor]) -> None:
         """Overwrites one member's tensors."""
+        self.check(index, state)
+        tensors = self.tensors
+        with torch.no_grad():
+            for key, value in state.items():
+                tensors[self.aliases[key]][index].copy_(value)
+
+    def check(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Refuses a state that is not one of the user's module."""
+        if not isinstance(state, Mapping):
+            raise FusionError(f"the state for member {index} is a {type(state).__name__}; pass a state dict")
         expected = self.skeletons[index].state_dict().keys()
         if missing := [key for key in expected if key not in state and key in self.aliases]:
             raise FusionError(f"the state for member {index} lacks {', '.join(map(repr, missing[:5]))}")
@@ -52,19 +62,22 @@ class State:
             raise FusionError(
                 f"the state for member {index} has {', '.join(map(repr, unknown[:5]))}, which it does not know"
             )
+        self.check_shapes(index, state)
+
+    def check_shapes(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Refuses tensors of other shapes than the member's."""
         tensors = self.tensors
         for key, value in state.items():
+            if not isinstance(value, Tensor):
+                raise FusionError(f"{key!r} for member {index} is a {type(value).__name__}; it must be a tensor")
             if value.shape != tensors[self.aliases[key]].shape[1:]:
                 wanted = list(tensors[self.aliases[key]].shape[1:])
                 raise FusionError(f"{key!r} for member {index} has shape {list(value.shape)}; it must have {wanted}")
-        with torch.no_grad():
-            for key, value in state.items():
-                tensors[self.aliases[key]][index].copy_(value)
 
     def keep(self, indices: Sequence[int]) -> None:
         """Only these members, in this order. The Parameter objects are new ones."""
         chosen = torch.tensor(indices)
-        self._replace(lambda key, tensor: tensor.index_select(0, chosen.to(tensor.device)))
+        self._replace(lambda tensor, key: tensor.index_select(0, chosen.to(tensor.device)))
         self.skeletons = [self.skeletons[index] for index in indices]
 
     def taken(self, indices: Sequence[int]) -> "State":
@@ -77,23 +90,36 @@ class State:
     def admit(self, model: nn.Module) -> None:
         """One more member, the last."""
         held = _held(model)
-        self._replace(lambda key, tensor: torch.cat([tensor, held[key].detach().to(tensor.device).unsqueeze(0)]))
+
+        def joined(tensor: Tensor, key: str | None) -> Tensor:
+            if key is not None:
+                return torch.cat([tensor, held[key].detach().to(tensor.device).unsqueeze(0)])
+            shape, like = (1, *tensor.shape[1:]), (tensor.dtype, tensor.layout, tensor.device)
+            return torch.cat([tensor, torch.zeros(shape, dtype=like[0], layout=like[1], device=like[2])])
+
+        self._replace(joined)
         self.skeletons.append(skeleton(model))
 
     def cut(self, members: int) -> None:
         """Only the first ones, some tensors of which may have one more; takes no memory."""
-        self._replace(lambda key, tensor: tensor[:members])
+        first = torch.arange(members)
+        self._replace(
+            lambda tensor, key: tensor.index_select(0, first) if tensor.is_sparse else tensor.narrow(0, 0, members)
+        )
         del self.skeletons[members:]
 
-    def _replace(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Changes the tensors in the dicts, which optimizers share. Gradients are forgotten.
+    def _replace(self, change: Callable[[Tensor, str | None], Tensor]) -> None:
+        """Changes the tensors in the dicts, which optimizers share, and gradients, for which `change` gets no key.
 
         New Parameters, as autograd does not let an old one change its shape while a graph of it is alive.
         """
         for key, parameter in self.parameters.items():
-            self.parameters[key] = nn.Parameter(change(key, parameter.detach()), requires_grad=parameter.requires_grad)
+            made = nn.Parameter(change(parameter.detach(), key), requires_grad=parameter.requires_grad)
+            if parameter.grad is not None:
+                made.grad = change(parameter.grad.detach(), None)
+            self.parameters[key] = made
         for key, buffer in self.buffers.items():
-            self.buffers[key] = change(key, buffer)
+            self.buffers[key] = change(buffer, key)
 
     def module(self, index: int) -> nn.Module:
         """The member as a plain module with tensors of its own."""

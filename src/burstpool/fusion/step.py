@@ -10,7 +10,7 @@ One whose losses or gradients are not those of the written step, for a mistake o
 Recording fixes the batch's shape and the array's members: after `drop` or `admit` make a new one. Learning rates and
 other numbers may change between steps, as they live on the device; a member may be stopped. The loss's own code runs
 no more: what changes from step to step must be a target. On the CPU the step runs as it is written, or compiled.
-Ignores host-side work between the parts: clipping by other means than `max_norm` does not fit in.
+Ignores host-side work between the parts: clipping by other means than `max_norm` and `max_value` does not fit in.
 """
 
 import contextlib
@@ -56,6 +56,7 @@ class RecordedStep:
         per_member: bool = False,
         autocast: torch.dtype | None = None,
         max_norm: float | Sequence[float | None] | None = None,
+        max_value: float | Sequence[float | None] | None = None,
         scaler: LossScaler | None = None,
         compiled: bool = False,
         must_record: bool = True,
@@ -66,10 +67,17 @@ class RecordedStep:
         step scales the losses and passes over members that overflow.
         """
         kind = array.device.type
+        array.own(optimizer)
+        if scaler is not None:
+            array.own(scaler)
+        if not callable(loss):
+            raise FusionError(f"the loss is a {type(loss).__name__}; pass a function of one member's output")
+        if autocast is not None and not isinstance(autocast, torch.dtype):
+            raise FusionError(f"autocast={autocast!r}; pass a type such as torch.bfloat16")
         if autocast is None and torch.is_autocast_enabled(kind):
             autocast = torch.get_autocast_dtype(kind)
         self.array, self.optimizer, self.loss, self.per_member = array, optimizer, loss, per_member
-        self.autocast, self.max_norm, self.scaler = autocast, max_norm, scaler
+        self.autocast, self.max_norm, self.max_value, self.scaler = autocast, max_norm, max_value, scaler
         self._members, self._active = len(array), array.active
         self._must_record, self._surroundings = must_record, Surroundings(loss)
         self._static = pytree.tree_map(_owned, (inputs, targets))
@@ -165,6 +173,8 @@ class RecordedStep:
             self.scaler.unscale()
         if self.max_norm is not None:
             self.array.clip_grad_norm_(self.max_norm)
+        if self.max_value is not None:
+            self.array.clip_grad_value_(self.max_value)
         if self.scaler is None:
             self.optimizer.step()
             return

@@ -16,18 +16,31 @@ class Streams:
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.device = device
         self.generators = [self._generator(seed) for seed in seeds]
+        self._resting: dict[int, torch.Tensor] = {}
+        """Where the streams of stopped members go on: until then what is drawn for them is of no consequence."""
 
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
 
+    def rest(self, index: int) -> None:
+        """A stopped member's stream stays where it is now."""
+        self._resting.setdefault(index, self.generators[index].get_state())
+
+    def wake(self, index: int) -> None:
+        """Goes on where the stream was when the member stopped."""
+        if index in self._resting:
+            self.generators[index].set_state(self._resting.pop(index))
+
     def keep(self, indices: Sequence[int]) -> None:
         """Only the streams of these members, in this order."""
         self.generators = [self.generators[index] for index in indices]
+        self._resting = {place: self._resting[i] for place, i in enumerate(indices) if i in self._resting}
 
     def taken(self, indices: Sequence[int]) -> "Streams":
         """The streams themselves, not copies: their members leave this array."""
         other = Streams([], self.device)
-        other.generators = [self.generators[index] for index in indices]
+        other.generators, other._resting = self.generators, self._resting
+        other.keep(indices)
         return other
 
     def admit(self, seed: int) -> None:
@@ -36,12 +49,18 @@ class Streams:
 
     def states(self) -> list[torch.Tensor]:
         """Where each stream is."""
-        return [generator.get_state() for generator in self.generators]
+        return [self.state(index) for index in range(len(self.generators))]
+
+    def state(self, index: int) -> torch.Tensor:
+        """Where one stream is."""
+        return self._resting[index].clone() if index in self._resting else self.generators[index].get_state()
 
     def restore(self, states: Sequence[torch.Tensor]) -> None:
         """Puts each stream back to where it was."""
-        for generator, state in zip(self.generators, states, strict=True):
+        for index, (generator, state) in enumerate(zip(self.generators, states, strict=True)):
             generator.set_state(state)
+            if index in self._resting:
+                self._resting[index] = state.clone()
 
     def clone(self) -> "Streams":
         """Streams that continue alike, apart from these."""

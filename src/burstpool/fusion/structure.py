@@ -6,8 +6,9 @@ differ. Raises FusionError that names the member and the first difference.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index as whole_number
 from typing import Any
 
 import torch
@@ -37,8 +38,11 @@ class Operator:
     """Argument → value, for arguments that hold no tensor."""
 
 
-def checked_seeds(models: Sequence[nn.Module], seeds: Sequence[int] | None) -> list[int]:
-    """A seed for each member, after a look at what was given: modules, each its own object, of the same state."""
+def checked_models(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """The members, each its own object, of the same state."""
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        raise FusionError(f"models is one {type(models).__name__}; pass a list, one model for each member")
+    models = list(models)
     if not models:
         raise FusionError("no models: pass at least one")
     for index, model in enumerate(models):
@@ -48,10 +52,23 @@ def checked_seeds(models: Sequence[nn.Module], seeds: Sequence[int] | None) -> l
             raise FusionError(f"member {index} is the same object as an earlier one; build each member on its own")
         if index:
             check_same_state(models[0], model, member=index)
-    found = list(range(len(models))) if seeds is None else list(seeds)
+    return models
+
+
+def checked_seeds(models: Sequence[nn.Module], seeds: Sequence[int] | None) -> list[int]:
+    """A seed for each member."""
+    found = list(range(len(models))) if seeds is None else whole_numbers(seeds)
     if len(found) != len(models):
         raise FusionError(f"{len(found)} seeds for {len(models)} members; pass one each")
     return found
+
+
+def whole_numbers(seeds: Iterable[int]) -> list[int]:
+    """Python's own, also of numpy's."""
+    try:
+        return [whole_number(seed) for seed in seeds]
+    except TypeError:
+        raise FusionError(f"seeds={seeds!r}; a seed is a whole number, one for each member") from None
 
 
 def check_same_state(first: nn.Module, other: nn.Module, *, member: int, reference: int = 0) -> None:

@@ -40,7 +40,7 @@ class Bucket:
     flags: Mapping[str, Any]
     """Options that are no numbers, the same for all members."""
     step_M: Tensor
-    """Steps each member has made, counting this one."""
+    """Steps each member has made, counting this one; with SGD those with momentum."""
     slots: dict[str, Tensor]
     """torch's name → [M, P], real: a complex parameter has two columns an element."""
     chunks: "list[Chunk] | None" = None
@@ -99,10 +99,21 @@ def sgd(bucket: Bucket, grad_MP: Tensor, param_MP: Tensor) -> Step:
     """torch.optim.SGD."""
     grad_MP = _gradient(bucket, grad_MP, param_MP)
     if bucket.flags["has_momentum"]:
-        momentum = bucket.number("momentum")
-        buffer = bucket.slots["momentum_buffer"].mul_(momentum).add_(_damped(bucket, grad_MP))
-        grad_MP = torch.addcmul(grad_MP, buffer, momentum) if bucket.flags.get("nesterov") else buffer
+        buffer = _with_momentum(bucket, _damped(bucket, grad_MP))
+        nesterov = bucket.flags.get("nesterov")
+        grad_MP = torch.addcmul(grad_MP, buffer, bucket.number("momentum")) if nesterov else buffer
     return grad_MP, -bucket.number("lr")
+
+
+def _with_momentum(bucket: Bucket, grad_MP: Tensor) -> Tensor:
+    """The gradient with its momentum, which goes into the buffer."""
+    momentum, buffer = bucket.number("momentum"), bucket.slots["momentum_buffer"]
+    if bucket.flags["all_momentum"]:
+        return buffer.mul_(momentum).add_(grad_MP)
+    # Where a member has no momentum torch leaves its buffer as it is, for when it has some again.
+    moved = torch.addcmul(grad_MP, buffer, momentum)
+    buffer.copy_(torch.where(momentum == 0, buffer, moved))
+    return moved
 
 
 def _damped(bucket: Bucket, grad_MP: Tensor) -> Tensor:
@@ -155,7 +166,7 @@ def rmsprop(bucket: Bucket, grad_MP: Tensor, param_MP: Tensor) -> Step:
         square = torch.addcmul(square, mean, mean, value=-1)
     moved = grad_MP / (square.sqrt() + bucket.number("eps"))
     if bucket.flags["has_momentum"]:
-        moved = bucket.slots["momentum_buffer"].mul_(bucket.number("momentum")).add_(moved)
+        moved = _with_momentum(bucket, moved)
     return moved, -bucket.number("lr")
 
 

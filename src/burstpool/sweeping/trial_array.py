@@ -60,6 +60,7 @@ class TrialArray:
             self.array, index = array, 0
         else:
             schedule = {"schedule": job.scheduler} if job.scheduler else None
+            self.array.optimizers[0].zero_grad()  # those of the last step, which would be carried on
             index = self.array.admit(model, seed=job.seed, scheduler=schedule, job=job)
             if not self.numbers:
                 self.array.drop(0)
@@ -89,6 +90,7 @@ class TrialArray:
         if gone and len(gone) == len(self.numbers):
             gone = gone[1:]  # the first stays as a place holder
         if gone:
+            self._array.optimizers[0].zero_grad()
             self._array.drop(gone)
         kept = [place for place, number in enumerate(self.numbers) if number not in numbers]
         self.numbers, self.jobs = [self.numbers[p] for p in kept], [self.jobs[p] for p in kept]

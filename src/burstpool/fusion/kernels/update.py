@@ -59,8 +59,9 @@ def _sgd(
         if DAMPS:
             undamped = (tl.load(step + member) <= 1) | (keep == 0)
             share = tl.where(undamped, g, g * tl.load(dampening_rest + member))
-        b = tl.load(slot, mask=inside) * keep + share
-        tl.store(slot, b, mask=inside)
+        before = tl.load(slot, mask=inside)
+        b = before * keep + share
+        tl.store(slot, tl.where(keep == 0, before, b), mask=inside)  # without momentum torch leaves it as it is
         g = g + b * keep if NESTEROV else b
     tl.store(param + at, p - g * tl.load(lr + member), mask=inside)
 
