@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from burstpool.fusion import FusedArray, FusionError, fuse
 from burstpool.fusion.group import BackingOff, Groups, array_size, group_jobs, group_models, knee, member_bytes
+from burstpool.fusion.loss import member_losses
 from burstpool.fusion.rules import RULES
 from burstpool.fusion.rules.base import Call, Lowered
 from burstpool.fusion.same import same_function
@@ -363,6 +364,35 @@ def test_running_out_of_memory_halves_the_array_and_loses_nothing() -> None:
     assert [len(one) for one in backing_off.arrays] == [2, 2]
     with pytest.raises(FusionError, match="one member alone does not fit"):
         BackingOff(ready(1)).run(lambda one: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+
+
+def test_gradients_of_earlier_passes_are_not_lost_where_a_later_one_runs_out_of_memory() -> None:
+    array, reference = ready(2, p=0.0), ready(2, p=0.0)
+    backing_off = BackingOff(array)
+    for fits in (2, 1):
+
+        def forward_backward(one: FusedArray, fits: int = fits) -> None:
+            one.losses(X, lambda out: F.cross_entropy(out, Y)).sum().backward()
+            if len(one) > fits:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        backing_off.run(forward_backward)
+        reference.losses(X, lambda out: F.cross_entropy(out, Y)).sum().backward()
+    assert [len(one) for one in backing_off.arrays] == [1, 1]
+    for index, one in enumerate(backing_off.arrays):
+        for key, parameter in reference.named_parameters():
+            torch.testing.assert_close(one.state.parameters[key].grad[0], parameter.grad[index])  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_targets_that_broadcast_do_so_over_one_members_output_alone() -> None:
+    """Three members, batches of three: a target's shape may look like one with the members, or without."""
+    for out, own, shared in (
+        (torch.randn(3, 3, 4), (torch.randn(3, 4),), ()),
+        (torch.randn(3, 4), (), (torch.randn(3, 4),)),
+    ):
+        expected = [F.mse_loss(out[i], *(o[i] for o in own), *shared) for i in range(3)]
+        torch.testing.assert_close(member_losses(F.mse_loss, out, own, shared), torch.stack(expected))
 
 
 def test_members_may_have_batches_of_their_own() -> None:

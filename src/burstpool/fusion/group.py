@@ -269,27 +269,37 @@ class BackingOff:
         place = 0
         while place < len(self.arrays):
             array = self.arrays[place]
-            buffers = {key: buffer.clone() for key, buffer in array.state.buffers.items()}
-            streams, active = array.streams.states(), array.active.clone()
+            before = _Before(array)
             try:
                 results.append(forward_backward(array))
                 place += 1
+                continue
             except torch.OutOfMemoryError as error:
                 if len(array) == 1:
                     raise FusionError(f"one member alone does not fit: {error}; take fewer samples a step") from error
-                _undo(array, buffers, streams, active)
-                half = array.split(range(len(array) // 2, len(array)))
-                self.arrays.insert(place + 1, half)
+            # Not above: the error holds what the failed pass has allocated.
+            before.restore(array)
+            half = array.split(range(len(array) // 2, len(array)))
+            self.arrays.insert(place + 1, half)
         return results
 
 
-def _undo(array: FusedArray, buffers: Mapping[str, Tensor], streams: Sequence[Tensor], active: Tensor) -> None:
-    with torch.no_grad():
-        for key, saved in buffers.items():
-            array.state.buffers[key].copy_(saved)
-        array.active.copy_(active)
-    array.streams.restore(streams)
-    for parameter in array.parameters():
-        parameter.grad = None
-    if array.device.type == "cuda":
-        torch.cuda.empty_cache()
+class _Before:
+    """What a pass changes, as it was: gradients that others have left are added to, not replaced."""
+
+    def __init__(self, array: FusedArray) -> None:
+        self.buffers = {key: buffer.clone() for key, buffer in array.state.buffers.items()}
+        self.gradients = {key: None if p.grad is None else p.grad.clone() for key, p in array.named_parameters()}
+        self.streams, self.active = array.streams.states(), array.active.clone()
+
+    def restore(self, array: FusedArray) -> None:
+        """Undoes a pass."""
+        with torch.no_grad():
+            for key, saved in self.buffers.items():
+                array.state.buffers[key].copy_(saved)
+            array.active.copy_(self.active)
+        array.streams.restore(self.streams)
+        for key, parameter in array.named_parameters():
+            parameter.grad = self.gradients[key]
+        if array.device.type == "cuda":
+            torch.cuda.empty_cache()

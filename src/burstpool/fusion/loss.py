@@ -135,9 +135,7 @@ def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         x, wanted = _both(input, target)
         if weight is not None or pos_weight is not None:
             raise FusionError("weighted")
-        if x.shape[-wanted.dim() :] != wanted.shape and x.shape != wanted.shape:
-            raise FusionError("broadcast")
-        if wanted.dim() < x.dim() - 1:
+        if wanted.shape != (x.shape if isinstance(target, _Members) else x.shape[1:]):
             raise FusionError("broadcast")
         each = function(x, wanted.expand_as(x), reduction="none").flatten(1)
         return each.mean(1) if _REDUCTIONS[reduction] == MEAN else each.sum(1)
