@@ -9,6 +9,8 @@ from fusion_alone import assert_same_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from burstpool.errors import FusionError
+from burstpool.fusion import fuse
 from burstpool.fusion.rules import Run
 from burstpool.fusion.rules.depthwise import depthwise_kernel
 from burstpool.fusion.rules.window import _touched
@@ -80,6 +82,12 @@ def test_convolution_of_a_small_map_gives_each_member_its_own(name: str) -> None
     assert_same_step(model, image(4, size), lowerings=("", "channels_last", "loop", "product", "grouped"))
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_convolution_of_one_sample_with_channels_last_gives_each_member_its_own(kernel: int) -> None:
+    model = lambda seed: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 6, kernel))  # noqa: E731
+    assert_same_step(model, image(4, 6)[:1], lowerings=("channels_last",))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kernel", [1, 2, 3, 5])
 @pytest.mark.parametrize("stride", [1, 2])
@@ -147,6 +155,25 @@ NORMS = {
 def test_norm_gives_each_member_its_own(name: str, training: bool) -> None:
     make, shape = NORMS[name]
     assert_same_step(lambda seed: nn.Sequential(Scale(), make(), nn.Tanh(), make()), rows(*shape), training=training)
+
+
+class ByDomain(nn.Module):
+    """Batch norm with one of several domains' statistics, rows or columns of one buffer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.scale = Scale()
+        self.register_buffer("statistics", torch.ones(2, 4) if dim == 0 else torch.ones(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = self.statistics.unbind(self.dim)
+        return F.batch_norm(self.scale(x), mean, var, training=self.training)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_statistics_that_are_a_part_of_a_buffer_are_each_members_own(dim: int) -> None:
+    assert_same_step(lambda seed: ByDomain(dim), rows(4, 3)).verify()
 
 
 def test_batch_norm_by_formula_gives_each_member_its_own() -> None:
@@ -251,6 +278,41 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ..
         (5,),
         (6, 5),
     ),
+    "a weight in the type of a larger tensor": (lambda w, x: w.type_as(x).sum(0) * x, (5,), (6, 5)),
+    "a shared tensor in the type of a weight": (lambda w, x: (x > 0).type_as(w).mean(0) * w, (5,), (6, 5)),
+    "rows of limited length": (lambda w, x: x @ torch.renorm(w, 2, 0, 0.5).t(), (4, 5), (6, 5)),
+    "differences with more in front": (lambda w, x: torch.diff(x * w, prepend=x[..., :1]), (5,), (6, 5)),
+    "filled with a weight": (
+        lambda w, x: (x * w).masked_fill(x > 0, w[0]) + torch.zeros_like(x).fill_(w[1]),
+        (5,),
+        (6, 5),
+    ),
+    "filled with a weight in place": (lambda w, x: (x * w).masked_fill_(x[..., :1] > 0, w[0]), (5,), (6, 5)),
+    "a weight fills a shared tensor": (lambda w, x: x.masked_fill(x > 0, w), (), (6, 5)),
+    "copies whose source is written to": (lambda w, x: _copied_first(w, x), (5,), (6, 5)),
+    "copies that are written to": (lambda w, x: _copied_and_written(w, x), (5,), (6, 5)),
+    "an alias by type that is written to": (lambda w, x: _written_alias(w, x), (5,), (6, 5)),
+    "turned in place": (lambda w, x: (x * w).transpose_(1, 2).unsqueeze_(1).squeeze_(1), (5,), (6, 5)),
+    "a square turned in place": (lambda w, x: x * w + torch.outer(w, w * 2).t_().detach_()[0], (5,), (6, 5)),
+    "cat with nothing": (lambda w, x: torch.cat([torch.tensor([]), x * w, x], dim=1), (5,), (6, 5)),
+    "real and imaginary parts": (
+        lambda w, x: torch.fft.ifft(x * w).imag + torch.fft.fft(x * w).conj().real,
+        (5,),
+        (6, 5),
+    ),
+    "keys of one sample": (
+        lambda w, x: F.scaled_dot_product_attention((x * w[0]).unsqueeze(1), w.view(1, 1, 4, 5), w.view(1, 1, 4, 5)),
+        (4, 5),
+        (6, 5),
+    ),
+    "queries of one sample": (lambda w, x: F.scaled_dot_product_attention(w.unsqueeze(0), x, x * w[0]), (4, 5), (6, 5)),
+    "norms by columns of a weight": (
+        lambda w, x: (
+            F.batch_norm(x, None, None, w[:, 0], w[:, 1], training=True) + F.group_norm(x, 2, w[:, 2], w[:, 3])
+        ),
+        (6, 4),
+        (6, 5),
+    ),
     "kl": (lambda w, x: F.kl_div((x * w).log_softmax(-1), x.softmax(-1), reduction="batchmean"), (5,), (6, 5)),
 }
 
@@ -260,6 +322,29 @@ def _written(w: Tensor, x: Tensor) -> Tensor:
     y[:, 0].mul_(3.0)
     y.view(x.shape[0], -1)[:, 4] = 2.0
     return y * 2
+
+
+def _copied_first(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    y = x * w
+    turned, flat = y.transpose(1, 2).contiguous(), y.transpose(1, 2).reshape(x.shape[0], -1)
+    y.mul_(2.0)
+    return y, turned, flat
+
+
+def _copied_and_written(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    y = x * w
+    turned = y.transpose(1, 2).contiguous()
+    rows = turned.view(x.shape[0], -1)
+    turned.add_(1.0)
+    y.mul_(3.0)
+    return y, turned, rows
+
+
+def _written_alias(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    y = x * w
+    rows = y.view(x.shape[0], -1)
+    y.to(x.dtype).type_as(x).add_(1.0)
+    return y, rows
 
 
 def _assigned(w: Tensor, x: Tensor) -> Tensor:
@@ -278,6 +363,61 @@ def _without_gradient(w: Tensor, x: Tensor) -> Tensor:
 def test_function_gives_each_member_its_own(name: str) -> None:
     function, weight, shape = FUNCTIONS[name]
     assert_same_step(lambda seed: Calls(function, *weight), rows(*shape))
+
+
+class Numbers(nn.Module):
+    """A function of a weight and of two numbers that are buffers."""
+
+    def __init__(self, function: Callable[..., Tensor], first: Tensor, second: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(5))
+        self.register_buffer("first", first)
+        self.register_buffer("second", second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.function(x, self.first, self.second)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x, a, b: ((x > 0) * a).to(x.dtype), torch.int64),
+        (lambda x, a, b: torch.where(x > 0, a, b).to(x.dtype), torch.int64),
+        (lambda x, a, b: ((x > 0) * a).abs(), torch.float32),
+        (lambda x, a, b: (x.to(torch.complex64) * a).abs(), torch.float32),
+        (lambda x, a, b: (x * a).abs(), torch.complex64),
+        (lambda x, a, b: (x.float() * a).abs(), torch.complex128),
+        (lambda x, a, b: a * torch.tensor(1 / 3, dtype=torch.float64) + x, torch.float32),
+    ],
+)
+def test_numbers_that_are_each_members_own_do_not_change_a_tensors_type(
+    function: Callable[..., Tensor], kind: torch.dtype
+) -> None:
+    def number(value: float) -> Tensor:
+        return torch.tensor(complex(value, value) if kind.is_complex else value).to(kind)
+
+    x = rows(5)
+    models = [Numbers(function, number(3.0 + seed), number(7.0 + seed)) for seed in range(3)]
+    array = fuse(models, x)
+    for index, model in enumerate(models):
+        mine, alone = array(x)[index], model(x)
+        assert mine.dtype is alone.dtype
+        torch.testing.assert_close(mine, alone, rtol=0, atol=0)
+
+
+def test_slopes_that_differ_are_each_members_own_in_place_too() -> None:
+    def make(seed: int) -> nn.Module:
+        return nn.Sequential(Scale(), nn.LeakyReLU(0.1 * (seed + 1), inplace=True), Scale(), nn.ELU(1.0 + seed, True))
+
+    assert_same_step(make, rows(6, 4))
+    assert_same_step(lambda seed: nn.Sequential(Scale(), nn.RReLU(0.1, 0.3, inplace=True)), rows(6, 4))
+
+
+def test_an_operator_that_changes_a_shape_in_place_and_has_no_rule_is_refused() -> None:
+    models = [Calls(lambda w, x: x * (w * 2).as_strided_((2,), (1,)), 5) for _ in range(2)]
+    with pytest.raises(FusionError, match=r"as_strided_.* changes a tensor's shape in place"):
+        fuse(models, rows(2)).explain()
 
 
 ACTIVATIONS = [
@@ -408,6 +548,20 @@ class Attends(nn.Module):
 def test_multihead_attention_gives_each_member_its_own(options: dict[str, object]) -> None:
     array = assert_same_step(lambda seed: Attends(**options), rows(6, 4))  # type: ignore[arg-type]
     assert "loop" not in array.explain().counts(), str(array.explain())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_scale_of_attention_is_each_members_own(dropout: float) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 12), scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.linear(x).chunk(3, -1)
+            return F.scaled_dot_product_attention(q, k, v, scale=self.scale, dropout_p=dropout, is_causal=True)
+
+    assert_same_step(lambda seed: Scaled(0.3 + 0.2 * seed), rows(6, 4))
 
 
 def attention(**options: object) -> Callable[..., Tensor]:

@@ -426,3 +426,50 @@ def test_sparse_gradients_are_refused_in_one_line_where_torch_refuses_them() -> 
             array.clip_grad_norm_(1.0)
         with pytest.raises(FusionError, match=f"{factory.__name__} .* sparse gradients"):
             optimizer.step()
+
+
+class ChannelsLast(nn.Module):
+    """As one makes it for speed: weights and activations with channels last, dropout in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.point, self.norm = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(4, 2)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.norm(self.point(self.conv(x.to(memory_format=torch.channels_last))))).clone()
+        rows = y.permute(0, 2, 3, 1).reshape(x.shape[0], -1, 4)  # of the same memory, as channels are last
+        y.mul_(2.0)
+        result: Tensor = self.head(y.contiguous(memory_format=torch.channels_last).mean((2, 3)) + rows.amax(1))
+        return result
+
+
+@pytest.mark.parametrize("mode", ["rules", "serial"])
+@pytest.mark.parametrize("per_member", [False, True])
+def test_models_with_channels_last_train_as_alone_also_on_one_sample(mode: Any, per_member: bool) -> None:
+    models = built(lambda seed: ChannelsLast(), 3)
+    alone = [copy.deepcopy(model) for model in models]
+    torch.manual_seed(7)
+    batches = [torch.randn(size, 3, 5, 5, dtype=torch.float64) for size in (4, 1, 3, 4)]
+    array = fuse(models[:2], batches[0], mode=mode)
+    array.admit(models[2])
+    optimizer = array.optimizer(torch.optim.Adam, lr=[1e-2, 3e-3, 2e-2], eps=1e-3)
+    for x in batches:
+        array.losses([x] * 3 if per_member else x, lambda y: y.square().mean(), per_member=per_member).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for index, (model, lr) in enumerate(zip(alone, (1e-2, 3e-3, 2e-2), strict=True)):
+        torch.manual_seed(index)
+        train_alone(
+            [model], [torch.optim.Adam(model.parameters(), lr=lr, eps=1e-3)], [(x, None) for x in batches], squares
+        )
+        for key, value in array.member(index).state_dict().items():
+            wanted = model.state_dict()[key]
+            torch.testing.assert_close(value, wanted, rtol=RTOL, atol=1e-12)
+            assert value.stride() == wanted.stride()
+    array.verify()
+
+
+def squares(y: Tensor, _: Any) -> Tensor:
+    return y.square().mean()

@@ -290,3 +290,52 @@ def test_verify_sees_a_part_of_new_memory_that_was_not_written(monkeypatch: pyte
     monkeypatch.setitem(RULES, torch.ops.aten.copy_, spoilt(pointwise, lambda y: y.detach().zero_()))
     with pytest.raises(FusionError, match=r"aten.copy_.*another result than alone"):
         fuse([Filling() for _ in range(2)], X, verify=True)
+
+
+class Judge(nn.Module):
+    """Gives truth values beside numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y: Tensor = self.linear(x)
+        return y, (y > 0).any(1)
+
+
+class Converted(nn.Module):
+    """A copy in another type, before its source is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(x)
+        first = y.to(torch.float64)
+        second = y.type_as(first)
+        y.add_(1.0)
+        return y, first, second
+
+
+@pytest.mark.parametrize("build", [Judge, Converted])
+def test_verify_takes_truth_values_and_conversions(build: Callable[[], nn.Module]) -> None:
+    fuse([build() for _ in range(2)], X, verify=True)
+
+
+def test_verify_sees_wrong_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = RULES[torch.ops.aten.batch_norm]
+
+    def rule(call: Call) -> Lowered | None:
+        lowered = right(call)
+        assert lowered is not None
+
+        def kernel(run: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, *rest: Any) -> Any:
+            return lowered.kernel(run, x, weight, bias, mean.clone(), *rest)  # the running mean stays what it was
+
+        return Lowered(kernel=kernel)
+
+    monkeypatch.setitem(RULES, torch.ops.aten.batch_norm, rule)
+    with pytest.raises(FusionError, match=r"leaves member 0 another '1.running_mean' than alone"):
+        fuse([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(2)], X, verify=True)

@@ -37,7 +37,8 @@ def size_of(tensor: Tensor | None) -> float:
     """The largest value by magnitude; nothing is as large as zero."""
     if tensor is None or tensor.numel() == 0:
         return 0.0
-    finite = tensor.detach()[torch.isfinite(tensor.detach())]
+    values = tensor.detach() if is_inexact(tensor) else tensor.detach().double()
+    finite = values[torch.isfinite(values)]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 

@@ -20,6 +20,13 @@ _WIDER = {
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
 }
+_CONVERSIONS = {
+    torch.ops.aten.to.dtype: 3,
+    torch.ops.aten.to.dtype_layout: 1,
+    torch.ops.aten.to.device: 4,
+    torch.ops.aten.to.other: 3,
+}
+"""Conversions that are asked for a copy by a word → their arguments before it."""
 
 
 def doubled(value: Any) -> Any:
@@ -57,6 +64,11 @@ def _copy(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         made.name = node.name  # copying gives another one to `input`, which is also a function of Python's
         made.args = map_aggregate(made.args, lambda a: doubled(a) if isinstance(a, torch.dtype) else a)
         made.kwargs = map_aggregate(made.kwargs, lambda a: doubled(a) if isinstance(a, torch.dtype) else a)
+        if made.meta.get("copies") and made.target is torch.ops.aten.type_as.default:
+            made.target = torch.ops.aten.to.other
+        if made.meta.get("copies") and made.target in _CONVERSIONS:  # also where both types become one
+            made.kwargs = {**{k: v for k, v in made.kwargs.items() if k != "copy"}, "copy": True}
+            made.args = made.args[: _CONVERSIONS[made.target]]
         if "val" in made.meta:
             made.meta = {**made.meta, "val": _doubled_value(made.meta["val"])}
         new[node] = made

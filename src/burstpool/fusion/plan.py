@@ -17,6 +17,7 @@ from torch import fx, nn
 from burstpool.errors import FusionError
 from burstpool.fusion.rules import Call, Lowered, PerMember, Run, bind, lower
 from burstpool.fusion.rules.base import Kernel, nodes_in, plain, with_members
+from burstpool.fusion.rules.layout import in_order, memory_order
 from burstpool.model.segment import memory_chain, stale_views, written_argument
 
 _REGIONS = {
@@ -69,6 +70,8 @@ class Plan:
         self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         order = {node: index for index, node in enumerate(graph.nodes)}
         self._anchored = {_root(node) for node in graph.nodes if stale_views(node, order)}
+        written = {_root(node) for node in graph.nodes if written_argument(node) is not None}
+        self._copied = {n for n in graph.nodes if n.meta.get("copies") and [*memory_chain(n)][-1] in written}
         self._promoted: set[fx.Node] = set()
         while True:
             self.batched = {node: batched[node.name] for node in self.placeholders}
@@ -127,8 +130,10 @@ class Plan:
                 steps.append(step)
                 if node in self._promoted and not step.lowered.batched:
                     steps.append(self._promotion(node))
+                elif node in self._copied and step.lowered.batched:
+                    steps.append(_extra(node, _new_memory(node), "a copy, as alone"))
                 elif node in self._anchored and step.lowered.batched:
-                    steps.append(_extra(node, lambda run, x: x.contiguous(), "written through views"))
+                    steps.append(_extra(node, _laid_as_alone(node), "written through views"))
             elif node.op not in ("placeholder", "output", "get_attr"):
                 raise FusionError(f"cannot fuse graph node {node.name!r} of kind {node.op}")
         return steps
@@ -136,10 +141,10 @@ class Plan:
     def _promotion(self, node: fx.Node) -> Step:
         self.batched[node] = True
 
-        def kernel(run: Run, x: torch.Tensor) -> torch.Tensor:
-            return with_members(x, run.members).clone(memory_format=torch.contiguous_format)
-
-        return _extra(node, kernel, "members write their own values into it")
+        new = _new_memory(node)
+        return _extra(
+            node, lambda run, x: new(run, with_members(x, run.members)), "members write their own values into it"
+        )
 
     def _step(self, node: fx.Node) -> Step:
         key = self.prefix + node.name
@@ -220,6 +225,19 @@ class Plan:
 
 def _extra(node: fx.Node, kernel: Kernel, why: str) -> Step:
     return Step(node, node.name, Lowered(kernel=kernel, why=why), [node], kernel)
+
+
+def _laid_as_alone(node: fx.Node) -> Kernel:
+    """Each member's part in the order in memory that it has alone: what is a view of it alone is one here."""
+    order = memory_order(node.meta["val"])
+    members_first = None if order is None else [0, *(dim + 1 for dim in order)]
+    return lambda run, x: in_order(x, members_first)
+
+
+def _new_memory(node: fx.Node) -> Kernel:
+    """A copy, laid so."""
+    laid = _laid_as_alone(node)
+    return lambda run, x: laid(run, x.clone())
 
 
 def _region_kernel(node: fx.Node, plan: Plan, mixed: Sequence[bool]) -> Kernel:

@@ -40,8 +40,8 @@ class State:
     def member(self, index: int, *, persistent: bool = True) -> dict[str, Tensor]:
         """Copies of one member's tensors under the user's keys, in the user's order."""
         keys = self.skeletons[index].state_dict().keys() if persistent else self.aliases.keys()
-        tensors = self.tensors
-        return {key: tensors[self.aliases[key]][index].detach().clone() for key in keys if key in self.aliases}
+        tensors, empty = self.tensors, dict(_named(self.skeletons[index]))
+        return {key: _laid(tensors[self.aliases[key]][index], empty[key]) for key in keys if key in self.aliases}
 
     def load(self, index: int, state: Mapping[str, Tensor]) -> None:
         """Overwrites one member's tensors."""
@@ -93,7 +93,7 @@ class State:
 
         def joined(tensor: Tensor, key: str | None) -> Tensor:
             if key is not None:
-                return torch.cat([tensor, held[key].detach().to(tensor.device).unsqueeze(0)])
+                return _joined(tensor, held[key].detach().to(tensor.device))
             shape, like = (1, *tensor.shape[1:]), (tensor.dtype, tensor.layout, tensor.device)
             return torch.cat([tensor, torch.zeros(shape, dtype=like[0], layout=like[1], device=like[2])])
 
@@ -104,7 +104,9 @@ class State:
         """Only the first ones, some tensors of which may have one more; takes no memory."""
         first = torch.arange(members)
         self._replace(
-            lambda tensor, key: tensor.index_select(0, first) if tensor.is_sparse else tensor.narrow(0, 0, members)
+            lambda tensor, key: (
+                tensor.index_select(0, first.to(tensor.device)) if tensor.is_sparse else tensor.narrow(0, 0, members)
+            )
         )
         del self.skeletons[members:]
 
@@ -190,4 +192,17 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _stacked(held: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
-    return torch.stack([tensors[key].detach() for tensors in held])
+    """[M, …], the usual way in memory, also where members have channels last."""
+    return torch.stack([tensors[key].detach() for tensors in held]).clone(memory_format=torch.contiguous_format)
+
+
+def _joined(tensor: Tensor, one: Tensor) -> Tensor:
+    """[M, …] and one more, the usual way in memory."""
+    joined = tensor.new_empty((len(tensor) + 1, *tensor.shape[1:]))
+    joined[:-1], joined[-1] = tensor, one
+    return joined
+
+
+def _laid(value: Tensor, like: Tensor) -> Tensor:
+    """A copy that lies in memory as the user's own tensor."""
+    return torch.empty_like(like, device=value.device).copy_(value.detach())

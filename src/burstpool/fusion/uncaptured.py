@@ -142,8 +142,9 @@ class _Graph:
         self.mode, self.member, self.streams = mode, member, array.streams.clone()
         state = array.state
         self.tensors = {}
+        laid = state.member(member, persistent=False)
         for key, tensor in state.tensors.items():
-            mine = tensor[member].detach().clone()
+            mine = laid[key]
             self.tensors[key] = (mine if mode is array.mode else doubled(mine)).requires_grad_(tensor.requires_grad)
         capture = self.mode.capture
         keys = {**capture.parameters, **capture.buffers}

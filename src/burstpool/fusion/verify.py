@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _FLOOR = 1e-3
 """Gradients smaller than this share of the largest are compared by their distance to it."""
+_LEAST_STATE = 1e-3
+"""What lies in a model has no common size; smaller numbers are compared by their distance to this."""
 _UNFILLED = (
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -115,6 +117,7 @@ class _Check:
         for member in range(self.members):
             separate = self._alone(member, rows[member])
             self._compare_results(fused, separate, member)
+            self._compare_state(values, rows[member], member)
             self._compare_gradients(fused, separate, member)
 
     def _fused(self, values: Mapping[str, Any]) -> Trace:
@@ -137,12 +140,13 @@ class _Check:
         names, keys = list(self.mode.capture.parameters), self.mode.capture.parameters
         made = {self.aliases[keys[name]]: cloned(row[name]) for name in names}
         leaves = {name: made[self.aliases[keys[name]]] for name in names}
+        row.update(leaves)
 
         def visit(key: str, node: fx.Node, result: Any) -> Any:
             return trace.record(key, result.zero_() if _is_unfilled(node) else result)
 
         def forward() -> list[Any]:
-            return alone(self.mode, member, {**row, **leaves}, visit)
+            return alone(self.mode, member, row, visit)
 
         outputs = self.streams.clone().drawing(member, forward)
         trace.backward(loss_of(outputs), self._once(leaves))
@@ -166,6 +170,16 @@ class _Check:
                         f"verification failed: {_named(step)} gives member {member} another result than alone"
                         f'{size}; run with mode="serial"'
                     )
+
+    def _compare_state(self, values: Mapping[str, Any], row: Mapping[str, Any], member: int) -> None:
+        """What operators wrote besides their results: running statistics, rows of a table that were cut to a norm."""
+        for name, key in {**self.mode.capture.parameters, **self.mode.capture.buffers}.items():
+            mine, theirs = values[name][member].detach(), row[name].detach()
+            if not is_close(mine, theirs, tolerance=self.tolerance, least=_LEAST_STATE):
+                raise FusionError(
+                    f"verification failed: a step leaves member {member} another {key!r} than alone "
+                    f'(largest difference {difference_of(mine, theirs):.2g}); run with mode="serial"'
+                )
 
     def _compare_gradients(self, fused: Trace, separate: Trace, member: int) -> None:
         steps = self._steps()

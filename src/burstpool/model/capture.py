@@ -38,6 +38,15 @@ _IGNORED = {  # checks that export leaves behind; they compute nothing
     torch.ops.aten.sym_constrain_range.default,
 }
 
+_MAYBE_COPIES = {
+    torch.ops.aten.reshape,
+    torch.ops.aten.contiguous,
+    torch.ops.aten.flatten,
+    torch.ops.aten.unflatten,
+    torch.ops.aten.to,
+    torch.ops.aten.type_as,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
@@ -88,6 +97,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if node.target in _IGNORED:
             program.graph.erase_node(node)
     program.graph.eliminate_dead_code(is_impure_node=_is_impure)
+    _mark_copies(program.graph)
     signature = program.graph_signature
     stored = {kind: {s.arg.name: str(s.target) for s in signature.input_specs if s.kind is kind} for kind in InputKind}
     constants = stored[InputKind.CONSTANT_TENSOR] | stored[InputKind.CUSTOM_OBJ]
@@ -215,6 +225,15 @@ def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
                 for inner in body.graph.nodes:
                     yield inner
                     yield from inner_nodes(inner)
+
+
+def _mark_copies(graph: fx.Graph) -> None:
+    """`meta["copies"]` on operators that may hand on their input's own memory but gave new memory when captured."""
+    inside = [inner for region in graph.nodes for inner in inner_nodes(region)]
+    for node in [*graph.nodes, *inside]:
+        if getattr(node.target, "overloadpacket", None) in _MAYBE_COPIES:
+            mine, source = node.meta["val"], node.args[0].meta["val"]
+            node.meta["copies"] = mine.untyped_storage()._cdata != source.untyped_storage()._cdata
 
 
 def writes(node: fx.Node) -> bool:

@@ -34,7 +34,7 @@ _CHEAP = {  # besides views and what torch tags as point-wise
     aten.selu, aten.mish, aten.softplus, aten.hardtanh, aten.hardtanh_, aten.flatten, aten.reshape,
     aten.contiguous, aten.unflatten, aten.to, aten.clone,
 }  # fmt: skip
-_MAYBE_VIEWS = {aten.reshape, aten.contiguous, aten.flatten, aten.unflatten, aten.to, aten.dropout}
+_MAYBE_VIEWS = {aten.reshape, aten.contiguous, aten.flatten, aten.unflatten, aten.to, aten.type_as, aten.dropout}
 """Operators that may return their input's own memory though their schema does not say so."""
 _BATCH_NORM_TRAINING = 5
 """Position of batch_norm's argument that asks for the statistics of the samples at hand."""

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def _attention(call: Call) -> Lowered | None:
     names = ("query", "key", "value")
     rank = call.rank("query")
-    if rank < 3 or any(call.rank(name) != rank for name in names) or isinstance(call["is_causal"], tuple):
+    if rank < 3 or any(call.rank(name) != rank for name in names) or set(call.per_member()) - {"dropout_p"}:
         return None
     flags = [call.is_batched(name) for name in names]
     mask_rank = call.rank("attn_mask") if call["attn_mask"] is not None else 0
@@ -53,9 +53,10 @@ def _folded(
     scale: float | None,
     gqa: bool,
 ) -> Tensor:
+    samples = max(t.shape[1] for t in (q, k, v))  # what all samples share is spread
     if mask is not None and mask.dim() > 2:
-        mask = mask.expand(run.members, q.shape[1], *mask.shape[2:]).flatten(0, 1)
-    q_NATD, k_NASD, v_NASD = (t.flatten(0, 1) for t in (q, k, v))
+        mask = mask.expand(run.members, samples, *mask.shape[2:]).flatten(0, 1)
+    q_NATD, k_NASD, v_NASD = (t.expand(-1, samples, *t.shape[2:]).flatten(0, 1) for t in (q, k, v))
     y = aten.scaled_dot_product_attention(q_NATD, k_NASD, v_NASD, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
     return y.view(run.members, -1, *y.shape[1:])  # type: ignore[no-any-return]
 

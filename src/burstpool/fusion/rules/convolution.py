@@ -125,6 +125,9 @@ def _cropped(kernel: Kernel, geometry: Window, padding_at: int) -> Kernel:
 def _laid(x: Tensor, weight: Tensor, memory_format: torch.memory_format) -> tuple[Tensor, Tensor]:
     """Input and weight as the convolution is to find them."""
     x = x.contiguous(memory_format=memory_format)
+    if x.shape[0] == 1:
+        # One sample may have any stride; torch's CPU kernels then give a grouped weight a wrong gradient.
+        x = x.movedim(1, -1).flatten().view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1)
     return x, laid_weight(weight, autocast_dtype(weight), memory_format)
 
 

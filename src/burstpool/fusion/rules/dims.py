@@ -13,19 +13,20 @@ from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, caller, expand
 aten = torch.ops.aten
 
 _ONE_DIM = (
-    aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten.transpose, aten.unsqueeze,
+    aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten.transpose, aten.transpose_, aten.unsqueeze,
+    aten.unsqueeze_, aten.swapaxes_, aten.swapdims, aten.swapdims_,
     aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.narrow, aten.cumsum,
     aten.cumprod, aten.gather, aten.index_select, aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin,
     aten.max, aten.min, aten.median, aten.kthvalue, aten.logcumsumexp, aten.diff, aten.swapaxes, aten.scatter,
     aten.scatter_add, aten.scatter_, aten.scatter_add_, aten.index_add, aten.index_add_, aten.cummax, aten.cummin,
-    aten.tensor_split, aten.select_scatter, aten.slice_scatter, aten.renorm,
+    aten.tensor_split, aten.select_scatter, aten.slice_scatter,
 )  # fmt: skip
 _REDUCTIONS = (
     aten.sum, aten.mean, aten.prod, aten.amax, aten.amin, aten.var, aten.std, aten.norm, aten.logsumexp, aten.any,
     aten.all, aten.var_mean, aten.linalg_vector_norm, aten.count_nonzero, aten.aminmax, aten.std_mean, aten.nansum,
 )  # fmt: skip
 _DIM_NAMES = ("dim", "dim0", "dim1", "axis0", "axis1", "dims")
-_SIZED_ALIKE = ("index", "src", "source")
+_SIZED_ALIKE = ("index", "src", "source", "prepend", "append")
 """Tensors that must have the member dimension if `self` has it."""
 
 
@@ -36,7 +37,7 @@ def shifted(dim: int) -> int:
 
 def _one_dim(call: Call) -> Lowered | None:
     names = [name for name in _DIM_NAMES if name in call.arguments]
-    if call.op.overloadpacket is not aten.unsqueeze and call.rank("self") == 0:
+    if call.op.overloadpacket not in (aten.unsqueeze, aten.unsqueeze_) and call.rank("self") == 0:
         return None
     if not names or any(not isinstance(call[name], int) for name in names):
         return _reduce_all(call)

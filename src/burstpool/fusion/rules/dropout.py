@@ -16,6 +16,7 @@ from torch import Tensor
 from burstpool.errors import FusionError
 from burstpool.fusion import kernels
 from burstpool.fusion.rules.base import Call, Lowered, PerMember, Rule, Run, column
+from burstpool.fusion.rules.layout import memory_order
 
 aten = torch.ops.aten
 
@@ -23,17 +24,6 @@ aten = torch.ops.aten
 def probabilities(p: Any, members: int) -> list[float]:
     """Each member's own."""
     return list(p.values) if isinstance(p, PerMember) else [p] * members
-
-
-def memory_order(tensor: Tensor) -> list[int] | None:
-    """The tensor's dimensions from the outermost in memory to the innermost; None for the usual order.
-
-    torch draws a mask in this order, so a transposed input gets another mask than a contiguous one.
-    """
-    strides = [int(s.node.hint) if isinstance(s, torch.SymInt) else s for s in torch.empty_like(tensor).stride()]
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    order_of_sized = [dim for dim in order if tensor.shape[dim] != 1]
-    return order if order_of_sized != sorted(order_of_sized) else None
 
 
 def scaled_mask(run: Run, shape: Sequence[int], p: Any, like: Tensor, order: Sequence[int] | None = None) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from burstpool.errors import FusionError
 from burstpool.fusion.rules.base import Call, Kernel, Lowered, PerMember, Run, caller
 
 _TRIAL_MEMBERS = 2
@@ -103,30 +104,38 @@ def _hint(size: Any) -> Any:
 
 def _loop(call: Call, *, random: bool = False) -> Kernel:
     op = caller(call.op)
+    if torch.Tag.inplace_view in call.op.tags:
+        raise FusionError(
+            f"operator {call.node.name!r} ({call.op}) changes a tensor's shape in place; use the form that returns it"
+        )
     flags = [call.flags(value) for value in call.arguments.values()]
-    in_place = call.op._schema.is_mutable
+    written = [place for place, a in enumerate(call.op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    returns_it = any(result.alias_info is not None for result in call.op._schema.returns)
 
     def kernel(run: Run, *arguments: Any) -> Any:
-        columns = [_split(a, f, run.members, in_place) for a, f in zip(arguments, flags, strict=True)]
+        columns = [_split(a, f, run.members) for a, f in zip(arguments, flags, strict=True)]
+        for place in written:
+            # Of its own: a gradient may need what was written, and writing for the next member would spoil it.
+            columns[place] = [mine.clone() for mine in columns[place]]
         results = []
         for member, row in enumerate(zip(*columns, strict=True)):
             one = functools.partial(op, *row)
             results.append(run.streams.drawing(member, one) if random else one())
-        return arguments[0] if in_place else joined(results)
+        for place in written:
+            arguments[place].copy_(torch.stack(list(columns[place])))
+        return arguments[written[0]] if written and returns_it else joined(results)
 
     return kernel
 
 
-def _split(value: Any, flags: Any, members: int, in_place: bool) -> Sequence[Any]:
-    """The argument of each member. Autograd lets nobody write into the results of unbind."""
+def _split(value: Any, flags: Any, members: int) -> Sequence[Any]:
+    """The argument of each member."""
     if isinstance(value, PerMember):
         return value.values
     if isinstance(flags, list | tuple):
-        columns = [_split(item, flag, members, in_place) for item, flag in zip(value, flags, strict=True)]
+        columns = [_split(item, flag, members) for item, flag in zip(value, flags, strict=True)]
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[]] * members
-    if not flags:
-        return [value] * members
-    return [value[i] for i in range(members)] if in_place else value.unbind(0)
+    return value.unbind(0) if flags else [value] * members
 
 
 def joined(results: Sequence[Any]) -> Any:

@@ -5,6 +5,7 @@ Shapes: M = members, N = samples, C = channels, … = any further dimensions.
 """
 # ruff: noqa: N803 -- shape suffixes are capitals
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,9 +37,30 @@ def lies_in_channels(x_MNC: torch.Tensor) -> bool:
     return x_MNC.stride(0) < x_MNC.stride(1)
 
 
+def memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """The tensor's dimensions from the outermost in memory to the innermost; None for the usual order.
+
+    torch draws a mask in this order, so a transposed input gets another mask than a contiguous one.
+    """
+    strides = [int(s.node.hint) if isinstance(s, torch.SymInt) else s for s in torch.empty_like(tensor).stride()]
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    order_of_sized = [dim for dim in order if tensor.shape[dim] != 1]
+    return order if order_of_sized != sorted(order_of_sized) else None
+
+
+def in_order(tensor: torch.Tensor, order: Sequence[int] | None) -> torch.Tensor:
+    """The tensor with its dimensions so in memory, from the outermost to the innermost; no view of another."""
+    if order is None:
+        return tensor.contiguous()
+    strides, step = [0] * len(order), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * tensor.shape[dim]
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def per_channel(w_MC: torch.Tensor, rank: int) -> torch.Tensor:
     """[M, C] → [M, 1, C, 1, …], to meet one member's [N, C, …] of `rank` dimensions."""
-    return w_MC.view(w_MC.shape[0], 1, -1, *[1] * (rank - 2))
+    return w_MC.reshape(w_MC.shape[0], 1, -1, *[1] * (rank - 2))
 
 
 class _Laid(torch.autograd.Function):

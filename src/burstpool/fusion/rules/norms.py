@@ -28,8 +28,12 @@ def _folded_norm(call: Call) -> Lowered | None:
 
     def kernel(run: Run, x: Tensor, *rest: Any) -> Tensor:
         x_NC = channels_folded(x if batched else with_members(x, run.members))
-        flat = [None if t is None else t.view(-1) for t in rest[:4]]
-        return channels_unfolded(op(x_NC, *flat, *rest[4:]), run.members)
+        flat = [None if t is None else t.contiguous().view(-1) for t in rest[:4]]
+        y = channels_unfolded(op(x_NC, *flat, *rest[4:]), run.members)
+        for statistics, new in zip(rest[2:4], flat[2:], strict=True):
+            if new is not None and not statistics.is_contiguous():  # a part of a larger buffer
+                statistics.copy_(new.view_as(statistics))
+        return y
 
     others: dict[str, Kernel] = {}
     if _has_formula(call):
@@ -135,7 +139,7 @@ def _group_norm(call: Call) -> Lowered | None:
         run: Run, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, cudnn: bool
     ) -> Tensor:
         x_NC = channels_folded(x if batched else with_members(x, run.members))
-        flat = [None if t is None else t.view(-1) for t in (weight, bias)]
+        flat = [None if t is None else t.reshape(-1) for t in (weight, bias)]
         return channels_unfolded(aten.group_norm(x_NC, groups * run.members, *flat, eps, cudnn), run.members)
 
     return Lowered(kernel=kernel, why="one norm of M times the groups")
@@ -143,7 +147,7 @@ def _group_norm(call: Call) -> Lowered | None:
 
 def _own(w_MF: Tensor, x: Tensor) -> Tensor:
     """[M, F] → [M, 1, …, F], in the type of x."""
-    return w_MF.view(w_MF.shape[0], *[1] * (x.dim() - w_MF.dim()), *w_MF.shape[1:]).to(x.dtype)
+    return w_MF.reshape(w_MF.shape[0], *[1] * (x.dim() - w_MF.dim()), *w_MF.shape[1:]).to(x.dtype)
 
 
 def _layer_norm(call: Call) -> Lowered | None:

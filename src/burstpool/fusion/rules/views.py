@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, caller, with_members
-from burstpool.model.segment import memory_chain, written_argument
 
 aten = torch.ops.aten
 
@@ -75,7 +74,8 @@ def _permute(call: Call) -> Lowered | None:
 def _t(call: Call) -> Lowered | None:
     if call.rank("self") < 2:
         return Lowered(kernel=lambda run, x: x, why="a vector is its own transpose")
-    return Lowered(kernel=lambda run, x: x.transpose(1, 2), why="dimensions shifted")
+    transpose = torch.Tensor.transpose_ if call.op._schema.is_mutable else torch.Tensor.transpose
+    return Lowered(kernel=lambda run, x: transpose(x, 1, 2), why="dimensions shifted")
 
 
 def _squeeze(call: Call) -> Lowered | None:
@@ -84,7 +84,8 @@ def _squeeze(call: Call) -> Lowered | None:
     asked = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
     # What export saw as 1 is 1 for every batch it allows.
     gone = tuple(d % rank + 1 for d in asked if rank and call.tensor("self").shape[d] == 1)
-    return Lowered(kernel=lambda run, x, *_: x.squeeze(gone) if gone else x, why="dimensions shifted")
+    squeeze = torch.Tensor.squeeze_ if call.op._schema.is_mutable else torch.Tensor.squeeze
+    return Lowered(kernel=lambda run, x, *_: squeeze(x, gone) if gone else x, why="dimensions shifted")
 
 
 def _cat(call: Call) -> Lowered | None:
@@ -95,8 +96,14 @@ def _cat(call: Call) -> Lowered | None:
     shifted = dim if dim < 0 else dim + 1
     function = torch.stack if call.op.overloadpacket is aten.stack else torch.cat
 
+    ranks = [node.meta["val"].dim() for node in call["tensors"]]
+
     def kernel(run: Run, tensors: Sequence[torch.Tensor], _: int) -> torch.Tensor:
         parts = [t if f else with_members(t, run.members) for t, f in zip(tensors, flags, strict=True)]
+        if min(ranks) < max(ranks):  # torch passes over `torch.tensor([])`, whatever the others' dimensions
+            shape = list(parts[ranks.index(max(ranks))].shape)
+            shape[shifted] = 0
+            parts = [p if rank == max(ranks) else p.new_empty(shape) for p, rank in zip(parts, ranks, strict=True)]
         return function(parts, shifted)
 
     return Lowered(kernel=kernel, why="dimension shifted")
@@ -116,10 +123,7 @@ def _pad(call: Call) -> Lowered | None:
 
 
 def _contiguous(call: Call) -> Lowered | None:
-    """Needed for views, which are reshapes here; a copy only where someone writes into it."""
-    written = (written_argument(node) for node in call.node.graph.nodes)
-    if any(call.node in memory_chain(target) for target in written if target is not None):
-        return Lowered(kernel=lambda run, x, _: x.contiguous(), why="a copy, as it is written to")
+    """Needed for views, which are reshapes here. Where it or its source is written to, the plan sees to a copy."""
     return Lowered(kernel=lambda run, x, _: x, why="no copy needed")
 
 
@@ -152,7 +156,9 @@ RULES: dict[Callable[..., Any], Rule] = {
     aten.repeat: _repeat,
     aten.permute: _permute,
     aten.t: _t,
+    aten.t_: _t,
     aten.squeeze: _squeeze,
+    aten.squeeze_: _squeeze,
     aten.cat: _cat,
     aten.concat: _cat,
     aten.stack: _cat,
