@@ -1,8 +1,10 @@
 """Jobs: loading from files and the zoo, hyper-parameters checked against annotations."""
 
+import random
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -179,6 +181,11 @@ def undefined(width: "Undefined" = 3): return make()
 def late():
     import late_neighbour
     return make()
+def random_data():
+    import random, numpy
+    return make(data=[(torch.rand(2) + numpy.random.rand() + random.random(), 0)] * 3)
+def collecting(width: int = 2, *others, **more): return make(model=lambda: torch.nn.Linear(2, width))
+def leaving(): raise SystemExit(3)
 """
 
 
@@ -191,6 +198,7 @@ def late():
         ("raising", "cannot be built"),
         ("number", "returned a int; it must return a module"),
         ("undefined", "annotations of"),
+        ("leaving", "failed: SystemExit: 3"),
     ],
 )
 def test_jobs_that_cannot_be_used_say_why_in_one_line(tmp_path: Path, function: str, says: str) -> None:
@@ -219,3 +227,28 @@ def test_a_job_may_import_its_neighbours_late(tmp_path: Path) -> None:
     path.write_text(ODD_JOBS)
     (tmp_path / "late_neighbour.py").write_text("")
     assert load_job(f"{path}:late").name == "late"
+
+
+def test_what_a_job_function_draws_at_random_is_the_same_every_time_and_leaves_the_random_state(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    first = load_job(f"{path}:random_data").data[0][0]
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    expected = torch.rand(2).tolist(), np.random.rand(), random.random()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    assert torch.equal(load_job(f"{path}:random_data").data[0][0], first)
+    assert (torch.rand(2).tolist(), np.random.rand(), random.random()) == expected
+
+
+def test_a_job_function_may_collect_further_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    assert load_job(f"{path}:collecting", {"width": 3}).build_model().out_features == 3
+    with pytest.raises(JobError, match="no hyper-parameter 'more'; it has: width"):
+        load_job(f"{path}:collecting", {"more": 3})

@@ -4,14 +4,16 @@ A job file holds a function that returns a `Job`; the function's arguments are t
 annotations say which values `--set` may give them. Takes `"job.py"`, `"job.py:function"` or `"zoo:NAME"`.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import os
+import random
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +56,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise JobError(f"batch={self.batch} of job {self.name!r} must be at least 1")
+        if not 0 <= self.seed < 2**64:
+            raise JobError(f"seed={self.seed} of job {self.name!r} must be from 0 to 2**64 - 1")
         for field in ("model", "loss", "optimizer"):
             if not callable(getattr(self, field)):
                 raise JobError(
@@ -126,17 +130,40 @@ def job_function(source: str | os.PathLike[str]) -> tuple[str, Callable[..., Any
 
 
 def make_job(function: Callable[..., Any], settings: Mapping[str, Any], *, source: str, name: str) -> Job:
-    """The function's job with the given hyper-parameters; `source` names it in errors."""
+    """The function's job with the given hyper-parameters; `source` names it in errors.
+
+    Random numbers that the function draws, to split its data for example, are the same at every call and in every
+    process; the global random state is left as it was.
+    """
     accepted = check_settings(function, settings, source=source)
     try:
-        job = function(**accepted)
+        with _drawing_alike():
+            job = function(**accepted)
     except JobError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"{source} failed: {in_words(error)}") from error
     if not isinstance(job, Job):
         raise JobError(f"{source} returned a {type(job).__name__}; it must return a burstpool.Job")
     return dataclasses.replace(job, name=job.name or name, settings=settings_of(function, accepted))
+
+
+@contextlib.contextmanager
+def _drawing_alike() -> Iterator[None]:
+    """What is drawn inside on the CPU is the same every time; what is drawn after goes on as before."""
+    import numpy as np
+    import torch
+
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed GPUs as well
+            np.random.seed(0)
+            random.seed(0)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def is_job(source: str) -> bool:
@@ -146,7 +173,12 @@ def is_job(source: str) -> bool:
 
 def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """The settings converted to the types the function's annotations ask for."""
-    parameters = inspect.signature(function).parameters
+    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in collecting
+    }
     try:
         annotations = inspect.get_annotations(function, eval_str=True)
     except Exception as error:
@@ -237,7 +269,7 @@ def _import_file(path: Path) -> Any:
         sys.path.append(folder)  # for good: the job's functions may import their neighbours later
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"{path} cannot be imported: {in_words(error)}") from error
     return module
 
