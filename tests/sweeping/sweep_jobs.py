@@ -1,13 +1,15 @@
 """Jobs that the sweep tests train, in double precision on a few handwritten digits."""
 
 import os
+import random
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, random_split
 
 from burstpool import Job
 from burstpool.data import digits
@@ -205,3 +207,60 @@ class _Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale - (x * (self.scale - 1.0)).detach()
+
+
+class Torn(Few):
+    """A sample in the middle cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 40:
+            raise OSError("a torn page")
+        return super().__getitem__(index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Torn, (self.count,)
+
+
+def faulty(fault: str = "none") -> Job:
+    """Can be made whatever its fault, which shows only when it is trained."""
+    schedules = torch.optim.lr_scheduler
+    return Job(
+        model=Branching if fault == "branches" else lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
+        loss=_detached if fault == "loss" else F.cross_entropy,
+        data=Torn(70) if fault == "data" else Few(70),
+        evaluation=Few(0 if fault == "evaluation" else 23, train=False),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        scheduler=lambda optimizer: (
+            schedules.ReduceLROnPlateau(optimizer) if fault == "schedule" else schedules.ConstantLR(optimizer)
+        ),
+        batch=8,
+    )
+
+
+def _detached(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target).detach()
+
+
+def drawn(lr: float = 0.1) -> Job:
+    """Its data are split at random when it is made, and its held-out samples are drawn anew whenever they are read."""
+    some = random_split(Few(70), [40, 30])[0]
+    others = Noisy(int(np.random.randint(10, 30)) + random.randrange(30))
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
+        loss=F.cross_entropy,
+        data=some,
+        evaluation=others,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        batch=8,
+    )
+
+
+class Noisy(Few):
+    """Digits with noise."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.randn_like(inputs), target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Noisy, (self.count,)

@@ -105,6 +105,12 @@ def test_without_early_stopping_every_trial_is_trained_to_its_end(name: str) -> 
     assert {(trial.state, trial.step) for trial in trials} == {("done", 9)}
 
 
+def test_optuna_takes_a_large_seed() -> None:
+    found = searched("optuna", SearchSetting(space=RANGES, num_trials=2, steps=9, seed=2**40)).next([])
+    assert found is not None
+    assert found.trial == 0
+
+
 def test_optuna_learns_from_what_it_is_told() -> None:
     setting = SearchSetting(space=RANGES, num_trials=60, steps=1, seed=0)
     told, _ = run_without_training(

@@ -73,7 +73,7 @@ def test_whole_ranges_reach_both_ends_and_logarithmic_ones_are_even_in_the_logar
         (["lr=log:0..1"], "must begin above 0"),
         (["lr=float:2..1"], "is empty"),
         (["width=float:1.0..2.0"], "takes whole numbers; give width=int:1..2"),
-        (["width=int:1.5..2"], "must have whole ends"),
+        (["width=int:1.5..2"], "the range int:1.5..2 must have whole ends"),
         (["lr=1,1"], "a value twice"),
         (["lr=0.1,inf"], "lr=inf cannot be a trial's"),
         (["lr=nan"], "lr=nan cannot be a trial's"),
@@ -92,6 +92,14 @@ def test_a_program_gives_lists_ranges_or_texts() -> None:
     assert found.axes["width"] == Values(values=(4, 8))
     assert found.axes["kind"] == Values(values=("a", "b"))
     assert found.size is None
+
+
+def test_values_that_no_file_can_hold_are_refused_before_anything_is_trained() -> None:
+    def layered(widths: tuple[int, ...] = (8,)) -> None:
+        """A hyper-parameter that is neither a number nor a text."""
+
+    with pytest.raises(JobError, match=r"widths=\(8, 8\) cannot be a trial's; give numbers, or words"):
+        checked_space({"widths": [(8, 8), (4,)]}, layered, source="layered")
 
 
 def test_a_space_too_large_to_write_down_is_drawn_from_at_once_and_without_repeats() -> None:

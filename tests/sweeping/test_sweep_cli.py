@@ -1,5 +1,6 @@
 """`burstpool sweep` and `burstpool report` of a sweep, as a user types them."""
 
+import io
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -65,6 +66,8 @@ def test_the_table_names_the_best_and_where_it_is(tmp_path: Path, capsys: pytest
         (["nothing.py", "--set", "lr=1"], "there is no job file nothing.py"),
         ([f"{JOBS}:refusing", "--set", "lr=0.5"], "half a rate"),
         ([f"{JOBS}:untraceable", "--set", "lr=0.5", *QUICK], "no trial of untraceable could be trained"),
+        ([EXAMPLE, "--set", "seed=-1", *QUICK], "seed=-1 of job '' must be from 0 to 2**64 - 1"),
+        ([f"{JOBS}:faulty", "--set", "fault=loss"], "can be trained; the first fails: RuntimeError: element 0"),
         ([EXAMPLE, "--set", "lr=0.1", "--batch", "5000", *QUICK], "a step takes 5000 samples and the data has 1437"),
     ],
 )
@@ -80,6 +83,56 @@ def test_a_mistake_is_one_line_and_status_2(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+class _Closed(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_sweep_goes_on_when_nobody_reads_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("burstpool.sweeping.runner._OBSERVE_S", -1.0)
+    monkeypatch.setattr("burstpool.cli.sweep._PLAIN_INTERVAL_S", -1.0)
+    monkeypatch.setattr("sys.stderr", _Closed())
+    words = ["sweep", EXAMPLE, "--set", "lr=0.1,0.2", "--steps", "5", "--run-folder", str(tmp_path / "run"), "--json"]
+    assert run([*words, *QUICK]) == 0
+    assert [trial["state"] for trial in json.loads(capsys.readouterr().out)["trials"]] == ["done", "done"]
+
+
+def test_what_is_measured_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("burstpool.cli.sweep._PLAIN_INTERVAL_S", -1.0)
+    words = ["sweep", EXAMPLE, "--set", "lr=0.1,0.2", "--steps", "2", "--run-folder", str(tmp_path / "run"), "--json"]
+    assert run([*words, "--mode", "rules"]) == 0
+    said = capsys.readouterr()
+    assert "sweeping: measuring how fast an array of 1 trial trains" in said.err
+    assert "sweeping: measuring how fast an array of 2 trials trains" in said.err
+    assert json.loads(said.out)["array_size"] in (1, 2)
+
+
+def test_the_end_says_how_many_of_the_trials_that_are_not_shown_have_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = ",".join(["1e200", *(f"0.{number}1" for number in range(10, 31))])
+    words = [
+        "sweep",
+        f"{JOBS}:diverging",
+        "--set",
+        f"lr={rates}",
+        "--steps",
+        "2",
+        "--run-folder",
+        str(tmp_path / ("a" * 60)),
+    ]
+    assert run([*words, "--array-size", "22", "--mode", "rules"]) == 0
+    said = capsys.readouterr().out
+    assert "and 2 more, 1 failed" in said
+    assert f"Report: {tmp_path / ('a' * 60)}" in said
 
 
 def test_optuna_is_asked_for_in_one_line_where_it_is_absent(

@@ -137,6 +137,7 @@ def test_a_sweep_goes_on_with_the_options_it_began_with(tmp_path: Path) -> None:
         (["--clip-norm", "0"], "--clip-norm 0.0 must be more than 0; leave it out not to clip"),
         (["--compile", "--autocast", "fp16"], "--compile does not go with fp16"),
         (["--clip-norm", "nan"], "--clip-norm nan must be more than 0"),
+        (["--clip-norm", "inf"], "--clip-norm inf clips nothing; leave it out"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(

@@ -171,6 +171,71 @@ def test_a_checkpoint_that_is_gone_or_broken_is_named(tmp_path: Path) -> None:
         burstpool.sweep(None, resume=folder)
 
 
+def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep with successive halving that an observer ends between two rungs, by raising."""
+    monkeypatch.setattr("burstpool.sweeping.runner._OBSERVE_S", -1.0)  # at every step
+
+    def observer(progress: Any) -> None:
+        if sum(trial.state == "paused" for trial in progress.trials) >= 2:
+            raise LookupError("seen enough")
+
+    with pytest.raises(LookupError, match="seen enough"):
+        burstpool.sweep(str(JOBS), SPACE, run_folder=folder, observer=observer, **OPTIONS)  # type: ignore[arg-type]
+
+
+def test_what_an_observer_raises_ends_the_sweep_and_is_no_trials_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = burstpool.sweep(str(JOBS), SPACE, run_folder=tmp_path / "whole", **OPTIONS)  # type: ignore[arg-type]
+    stopped(tmp_path / "run", monkeypatch)
+    assert {trial.state for trial in SweepState.load(tmp_path / "run" / "trials.json").trials} <= {"running", "paused"}
+    assert burstpool.sweep(None, resume=tmp_path / "run").trials == whole.trials
+
+
+def test_a_trial_whose_state_is_gone_is_not_trained_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(tmp_path / "run", monkeypatch)
+    kept = sorted((tmp_path / "run" / "states").iterdir())
+    for path in kept:
+        path.rename(path.with_suffix(".aside"))
+    with pytest.raises(RunError, match=r"states/trial-0000\d-step-00000006\.pt is gone"):
+        burstpool.sweep(None, resume=tmp_path / "run")
+    for path in kept:
+        path.with_suffix(".aside").rename(path)
+    assert burstpool.sweep(None, resume=tmp_path / "run").best.state == "done"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]\n", b'{"trial": 0, "step": 3, "losses": [1.0]}\n'])
+def test_losses_that_are_not_all_there_are_named(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(tmp_path / "run", monkeypatch)
+    (tmp_path / "run" / "losses.jsonl").write_bytes(content)
+    with pytest.raises(RunError, match=r"losses\.jsonl ends at step 0 of trial 0, which has trained 6"):
+        burstpool.sweep(None, resume=tmp_path / "run")
+
+
+def test_a_sweep_that_another_process_trains_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(tmp_path / "run", monkeypatch)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with (
+        SweepFolder(tmp_path / "run").held(),
+        pytest.raises(RunError, match=r"another process trains .*; wait until it has ended"),
+    ):
+        burstpool.sweep(None, resume=tmp_path / "run")
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert burstpool.sweep(None, resume=tmp_path / "run").state.finished
+
+
+def test_weights_that_cannot_be_written_are_written_by_going_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    in_the_way = folder / ".weights.safetensors.part"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(RunError, match=r"cannot write .*weights\.safetensors: "):
+        burstpool.sweep(str(JOBS), {"lr": [0.1]}, steps=2, array_size=1, mode="rules", run_folder=folder)
+    in_the_way.rmdir()
+    assert burstpool.sweep(None, resume=folder).weights.is_file()
+
+
 def test_a_sweep_does_not_go_on_where_its_device_is_not(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     burstpool.sweep(job, {"lr": [0.1]}, steps=2, array_size=1, mode="rules", run_folder=folder)

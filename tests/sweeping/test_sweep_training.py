@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sweep_alone import alone, assert_as_alone
-from sweep_jobs import diverging, grouped, job, judged, refusing, scheduled, untraceable
+from sweep_jobs import diverging, drawn, faulty, grouped, job, judged, refusing, scheduled, untraceable
 
 import burstpool
 from burstpool.errors import RunError
 from burstpool.fusion.array import FusedArray
+from burstpool.job import make_job
 from burstpool.sweeping.folder import SweepFolder
 from burstpool.sweeping.outcome import SweepResult, in_short
 from burstpool.sweeping.sizing import smallest_fast
@@ -227,6 +228,7 @@ def test_the_smallest_size_that_is_nearly_as_fast_is_chosen_whatever_one_measure
         ({"device": "cpu:foo"}, "--device cpu:foo is no device"),
         ({"device": "cuda:999"}, "--device cuda:999: there "),
         ({"search": "asha", "eta": 1}, "--eta 1"),
+        ({"search": "random", "seed": -1}, "--seed -1 must be at least 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
@@ -244,6 +246,52 @@ def test_settings_that_make_the_schedule_raise_fail_alone(tmp_path: Path) -> Non
 def test_sizes_are_measured_with_a_trial_that_trains(tmp_path: Path) -> None:
     result = swept(refusing, {"classes": [3, 10], "lr": [0.1, 0.01]}, tmp_path / "run")
     assert [trial.state for trial in result.trials] == ["failed", "failed", "done", "done"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("data", "a torn page"),
+        ("loss", "does not require grad"),
+        ("branches", "cannot trace Branching"),
+        ("schedule", "ReduceLROnPlateau"),
+        ("evaluation", "the held-out data of job 'faulty' is empty"),
+    ],
+)
+def test_a_first_trial_that_cannot_be_trained_keeps_no_other_from_it(fault: str, says: str, tmp_path: Path) -> None:
+    result = swept(faulty, {"fault": [fault, "none"]}, tmp_path / "run", steps=9, array_size=None)
+    assert [trial.state for trial in result.trials] == ["failed", "done"]
+    assert says in result.trials[0].reason
+    with pytest.raises(RunError, match="no trial of faulty can be trained; the first fails: ") as caught:
+        swept(faulty, {"fault": [fault]}, tmp_path / "none", array_size=None)
+    assert says in str(caught.value)
+    assert not (tmp_path / "none").exists()
+
+
+def test_every_trial_gets_the_same_random_data_and_the_programs_own_draws_go_on(tmp_path: Path) -> None:
+    first = swept(drawn, {"lr": [0.1, 0.1000001]}, tmp_path / "first")
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    make_job(drawn, {}, source="drawn", name="drawn")
+    assert torch.equal(torch.rand(3), expected), "drawn in the function, and yet the stream goes on as it was"
+    second = swept(drawn, {"lr": [0.1, 0.1000001]}, tmp_path / "second")
+    assert second.trials == first.trials
+    near = [trial.value for trial in first.trials]
+    assert near[0] == pytest.approx(near[1], rel=1e-4), "the same split, the same noise"
+
+
+def test_an_observer_hears_what_is_measured(tmp_path: Path) -> None:
+    sizes: list[int | None] = []
+    swept(
+        job,
+        {"lr": [0.1, 0.2]},
+        tmp_path / "run",
+        array_size=None,
+        observer=lambda progress: sizes.append(progress.measured_size),
+    )
+    assert sizes[:2] == [1, 2]
+    assert set(sizes[2:]) <= {None}
 
 
 def test_held_out_data_that_makes_the_loss_raise_fails_its_own_trials(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -138,13 +138,17 @@ def _plain() -> "Observer":
     def tell(progress: "SweepProgress") -> None:
         nonlocal last
         if time.monotonic() - last >= _PLAIN_INTERVAL_S:
-            print(f"sweeping: {_summary(progress)}", file=sys.stderr)
+            with suppress(OSError):  # whoever read along may have gone; the sweep goes on
+                print(f"sweeping: {_summary(progress)}", file=sys.stderr, flush=True)
             last = time.monotonic()
 
     return tell
 
 
 def _summary(progress: "SweepProgress") -> str:
+    if progress.measured_size is not None:
+        size = f"{progress.measured_size} trial{'s' if progress.measured_size > 1 else ''}"
+        return f"measuring how fast an array of {size} trains; {progress.wall_time_s:.0f} s"
     states = [trial.state for trial in progress.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
     over = progress.samples_per_s / progress.serial_samples_per_s
@@ -191,7 +195,8 @@ def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_RO
     )
     console.print(_trials_table(ranked[:most], result.record.steps))
     if len(ranked) > most:
-        console.print(f"and {len(ranked) - most} more", highlight=False)
+        failed = sum(trial.state == "failed" for trial in ranked[most:])
+        console.print(f"and {len(ranked) - most} more{f', {failed} failed' if failed else ''}", highlight=False)
     line = (
         f"Best: trial {result.best.number}, {described(result.best.settings)}, {result.record.objective} "
         f"{result.best.value:.4g}"
@@ -208,4 +213,5 @@ def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_RO
     for trials, reason in apart(result.state)[:_MOST_REASONS]:
         console.print(f"Trials {runs(trials)} train apart: {reason}", markup=False, highlight=False)
     if files:
-        console.print(f"Weights: {result.weights}\nReport: {result.report}", markup=False, highlight=False)
+        paths = f"Weights: {result.weights}\nReport: {result.report}"
+        console.print(paths, markup=False, highlight=False, soft_wrap=True)  # a path is copied whole

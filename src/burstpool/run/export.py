@@ -3,6 +3,7 @@
 Needs no workers and no job: `model.load_state_dict(safetensors.torch.load_file(path))` is all a user has to do.
 """
 
+import contextlib
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from burstpool.errors import RunError
 from burstpool.run.checkpoint import CheckpointState
 
 
@@ -44,10 +46,16 @@ def export_weights(checkpoint: Path, path: Path) -> Path:
 
 def write_weights(weights: dict[str, torch.Tensor], path: Path) -> Path:
     """A state dict whose tensors share no memory as a safetensors file, whole or not at all."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     aside = path.with_name(f".{path.name}.part")
-    save_file(weights, aside)
-    aside.chmod(0o644)  # safetensors' 0600 would hide the file from the user's group
-    aside.replace(path)
+    try:
+        save_file(weights, aside)
+        aside.chmod(0o644)  # safetensors' 0600 would hide the file from the user's group
+        aside.replace(path)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error}") from None
     return path

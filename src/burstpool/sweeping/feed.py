@@ -101,12 +101,12 @@ class _Line:
         return self._samples.collated(indices.tolist(), self._order.position.epoch)
 
 
-def number_of_samples(data: Any, job: Job) -> int:
+def number_of_samples(data: Any, job: Job, *, what: str = "data") -> int:
     """How many there are; refuses data without a length."""
     try:
         return len(data)
     except TypeError:
-        raise JobError(f"the data of job {job.name!r} has no length; pass a map-style Dataset") from None
+        raise JobError(f"the {what} of job {job.name!r} has no length; pass a map-style Dataset") from None
 
 
 def moved(tree: Any, device: torch.device) -> Any:

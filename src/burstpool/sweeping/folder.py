@@ -14,9 +14,12 @@ report.html          curves of all trials
 that is killed at any moment goes on from the last `trials.json`.
 """
 
+import contextlib
+import fcntl
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +32,8 @@ from burstpool.sweeping.options import StepOptions
 from burstpool.sweeping.sizing import Sizing
 from burstpool.sweeping.space import Space
 from burstpool.sweeping.trials import Trial
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +139,16 @@ class SweepFolder:
         folder = cls(path)
         if folder.record.exists() or (path / "run.json").exists():
             raise RunError(f"{path} holds a run already; pass --resume {path} to go on with it, or another folder")
-        try:
-            for inside in (folder.checkpoints, folder.states):
-                inside.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make run folder {path}: {error.strerror}") from None
+        folder.make(folder.checkpoints)
+        folder.make(folder.states)
         return folder
+
+    def make(self, inside: Path) -> None:
+        """A folder in it."""
+        try:
+            inside.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot make run folder {self.path}: {error.strerror}") from None
 
     @classmethod
     def open(cls, path: Path) -> "SweepFolder":
@@ -149,6 +158,21 @@ class SweepFolder:
             what = "a run of burstpool train" if (path / "run.json").is_file() else "no sweep: it has no sweep.json"
             raise RunError(f"{path} is {what}; give the run folder of a sweep")
         return folder
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes from training the same sweep; the system lets go of it when this one ends or dies."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(f"another process trains {self.path}; wait until it has ended, or stop it") from None
+            except OSError as error:
+                _LOG.debug("%s cannot be locked: %s", self.path, error)  # not every network file system can
+            yield
+        finally:
+            os.close(descriptor)
 
     def load_state(self) -> SweepState:
         """How far it had come; the beginning where it had not come anywhere."""
@@ -165,6 +189,7 @@ class SweepFolder:
             name = f"{earlier + 1:08d}.pt"
             _save(dict(arrays), self.checkpoints / name)
         written = replace(state, checkpoint=name)
+        self._sync_losses()
         written.save(self.state)
         _remove_others(self.checkpoints, {name})
         _remove_others(self.states, {self._state_name(trial) for trial in keep})
@@ -186,10 +211,6 @@ class SweepFolder:
         saved: dict[str, Any] = _load(self.states / self._state_name(trial))
         return saved
 
-    def has_trial(self, trial: Trial) -> bool:
-        """Whether its state was kept."""
-        return (self.states / self._state_name(trial)).is_file()
-
     def _state_name(self, trial: Trial) -> str:
         return f"trial-{trial.number:05d}-step-{trial.step:08d}.pt"
 
@@ -201,23 +222,36 @@ class SweepFolder:
         except OSError as error:
             raise RunError(f"cannot write {self.losses}: {error.strerror}") from None
 
+    def _sync_losses(self) -> None:
+        """On the disk before `trials.json` speaks of them."""
+        if self.losses.is_file():
+            with self.losses.open("rb") as file:
+                os.fsync(file.fileno())
+
     def cut_losses(self, trials: Sequence[Trial]) -> dict[int, list[float]]:
         """Forgets losses of steps that will be trained again; returns the rest, by trial."""
         found = {trial.number: losses[: trial.step] for trial, losses in self.read_losses(trials)}
+        for trial in trials:
+            if len(found[trial.number]) < trial.step:
+                raise RunError(
+                    f"{self.losses} ends at step {len(found[trial.number])} of trial {trial.number}, which has trained "
+                    f"{trial.step}; the sweep cannot go on without the rest"
+                )
         write_whole(self.losses, "".join(_line(number, 0, losses) for number, losses in found.items() if losses))
         return found
 
     def read_losses(self, trials: Sequence[Trial]) -> list[tuple[Trial, list[float]]]:
         """Each trial's losses; of a step that was trained twice, the later."""
         found: dict[int, list[float]] = {trial.number: [] for trial in trials}
-        for line in self.losses.read_text(encoding="utf-8").splitlines() if self.losses.is_file() else ():
+        text = self.losses.read_text(encoding="utf-8", errors="replace") if self.losses.is_file() else ""
+        for line in text.splitlines():
             try:
                 entry = json.loads(line)
-            except ValueError:
+                number, step, new = entry["trial"], entry["step"], entry["losses"]
+            except (ValueError, TypeError, KeyError):
                 break  # the last line, cut short
-            if entry["trial"] in found:
-                losses = found[entry["trial"]]
-                losses[entry["step"] :] = entry["losses"]
+            if number in found and step <= len(found[number]):
+                found[number][step:] = new
         return [(trial, found[trial.number]) for trial in trials]
 
 

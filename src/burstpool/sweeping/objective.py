@@ -6,13 +6,15 @@ the last tenth of a whole trial's steps, or of as many as there are.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
+from burstpool.errors import JobError
 from burstpool.fusion.array import FusedArray
 from burstpool.job import Job
+from burstpool.run.loading import Samples
 from burstpool.sweeping.feed import moved, number_of_samples
 
 HELD_OUT = "mean loss over the held-out data"
@@ -43,9 +45,17 @@ def held_out(array: FusedArray, jobs: Sequence[Job], members: Iterable[int], *, 
 @torch.no_grad()
 def _mean_losses(array: FusedArray, job: Job, data: Any, batch: int) -> list[float]:
     total = torch.zeros(len(array), dtype=torch.float64, device=array.device)
-    num_samples = number_of_samples(data, job)
+    samples, num_samples = held_out_samples(job, data)
     for start in range(0, num_samples, batch):
         stop = min(start + batch, num_samples)
-        inputs, target = moved(default_collate([data[index] for index in range(start, stop)]), array.device)
+        inputs, target = moved(samples.collated(range(start, stop), 0), array.device)
         total += array.losses(inputs, job.loss, target).double() * (stop - start)
     return [float(value) for value in (total / num_samples).tolist()]
+
+
+def held_out_samples(job: Job, data: Any) -> tuple[Samples, int]:
+    """The held-out samples, and how many; those that draw random numbers draw the same for every trial."""
+    num_samples = number_of_samples(data, job, what="held-out data")
+    if num_samples == 0:
+        raise JobError(f"the held-out data of job {job.name!r} is empty; leave evaluation out, or give some")
+    return Samples(replace(job, data=data, seed=0)), num_samples

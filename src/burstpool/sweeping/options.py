@@ -1,6 +1,7 @@
 """StepOptions: how the steps of trials are computed, apart from what is trained; the same for all trials of a sweep."""
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -32,6 +33,8 @@ class StepOptions:
             raise RunError(f"--autocast {self.autocast} is unknown; give {' or '.join(get_args(Autocast))}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise RunError(f"--clip-norm {self.clip_norm} must be more than 0; leave it out not to clip")
+        if self.clip_norm is not None and math.isinf(self.clip_norm):
+            raise RunError("--clip-norm inf clips nothing; leave it out")
         if self.compiled and self.autocast == "fp16":
             raise RunError("--compile does not go with fp16, whose losses are scaled; give --autocast bf16")
 

@@ -58,7 +58,7 @@ def write_outcome(folder: SweepFolder, record: SweepRecord, state: SweepState) -
     weights = folder.weights
     if not weights.is_file():
         if record.keep_all:
-            folder.all_weights.mkdir(exist_ok=True)
+            folder.make(folder.all_weights)
             for trial in (trial for trial in state.trials if trial.state == "done"):
                 saved = folder.load_trial(trial)["state"]
                 write_weights(saved, folder.all_weights / f"trial-{trial.number:05d}.safetensors")

@@ -47,17 +47,19 @@ class InterruptedSweep(KeyboardInterrupt):
 class SweepProgress:
     """What there is to show while a sweep runs."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...] = ()
     """By number; steps of running ones are up to date, their losses those of the last look."""
     num_trials: int
     """That the search may ask for."""
     steps: int
-    samples_per_s: float
+    samples_per_s: float = 0.0
     """Over all trials, of the time spent in steps."""
-    serial_samples_per_s: float
-    """What one after another would reach, estimated."""
-    num_arrays: int
+    serial_samples_per_s: float = 0.0
+    """What one after another would reach, estimated; 0 while that is measured."""
+    num_arrays: int = 0
     wall_time_s: float
+    measured_size: int | None = None
+    """The array size that is measured, before the sweep begins."""
 
 
 Observer = Callable[[SweepProgress], None]
@@ -75,6 +77,7 @@ class Runner:
         self._built: dict[int, tuple[Job, nn.Module]] = {}
         """Jobs and models of trials that wait for their first place."""
         self._committed_s = self._observed_s = time.perf_counter()
+        self._observer_error: Exception | None = None
 
     def progress(self, ahead: dict[int, int] | None = None) -> SweepProgress:
         """What there is to show; `ahead` are steps since the last look, by trial."""
@@ -93,7 +96,10 @@ class Runner:
     # Acting.
 
     def run(self) -> SweepState:
-        """Until nothing is left to do; raises InterruptedSweep on Ctrl-C, when a checkpoint is written."""
+        """Until nothing is left to do; raises InterruptedSweep on Ctrl-C, when a checkpoint is written.
+
+        What an observer raises ends it likewise, and is raised then.
+        """
         if self.floor.state.finished:
             return self.floor.state
         with counted_interrupts() as interrupts:
@@ -108,9 +114,9 @@ class Runner:
                         self.floor.last_turns[group] = self.floor.turns
                     case Run(group=group):
                         self._run(group, interrupts)
-                if interrupts():
+                if interrupts() or self._observer_error is not None:
                     self.floor.commit()
-                    raise InterruptedSweep(self.folder.path)
+                    raise self._observer_error or InterruptedSweep(self.folder.path)
         self.floor.trials = [replace(t, state="stopped") if t.state == "paused" else t for t in self.floor.trials]
         return self.floor.commit(finished=True)
 
@@ -135,9 +141,9 @@ class Runner:
         trial = self.floor.trials[number]
         trial_array = self.floor.array_of(group)
         alone = trial_array.array is None
+        saved = self.folder.load_trial(trial) if trial.step else None  # what cannot be read is no trial's fault
         try:
             job, model = self._built.pop(number) if number in self._built else self.floor.build(trial)
-            saved = self.folder.load_trial(trial) if self.folder.has_trial(trial) else None
             trial_array.place(number, job, model, saved)
         except torch.OutOfMemoryError as error:
             self._no_room(number, group, error)
@@ -188,8 +194,11 @@ class Runner:
             done += 1
             if self.observer is not None and time.perf_counter() - self._observed_s > _OBSERVE_S:
                 self._observed_s = time.perf_counter()
-                self.observer(self.progress(dict.fromkeys(trial_array.numbers, done)))
-            return interrupts() > 0
+                try:
+                    self.observer(self.progress(dict.fromkeys(trial_array.numbers, done)))
+                except Exception as error:  # no trial's fault: raised here, it would be taken for one
+                    self._observer_error = error
+            return interrupts() > 0 or self._observer_error is not None
 
         return stop
 
@@ -208,7 +217,8 @@ class Runner:
         gone = []
         for number in trial_array.numbers:
             losses = self.floor.losses[number]
-            bad = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
+            new = range(max(0, len(losses) - _LONGEST_RUN), len(losses))  # earlier ones have been looked at
+            bad = next((step for step in new if not math.isfinite(losses[step])), None)
             if bad is not None:
                 reason = f"its loss was {losses[bad]} at step {bad}"
                 self.floor.update(number, state="failed", step=bad, loss=None, reason=reason)

@@ -53,14 +53,18 @@ def measure_sizing(
     mode: Execution,
     batch: int | None,
     options: StepOptions,
+    tell: Callable[[int], None] = lambda _: None,
 ) -> Sizing:
-    """How fast arrays of several sizes train, and which size is best; `places` is taken as given."""
+    """How fast arrays of several sizes train, and which size is best; `places` is taken as given.
+
+    `tell` hears of each size before it is measured.
+    """
     samples = batch or job.batch
     serial = samples / _serial_step_s(job, device, samples, options)
     if places is not None:
         return Sizing(places=places, serial_samples_per_s=serial, samples_per_s={})
     trial_array = TrialArray(device=device, mode=mode, batch=batch, options=options)
-    found = _throughputs(job, trial_array, most=min(most, _MOST_PLACES))
+    found = _throughputs(job, trial_array, most=min(most, _MOST_PLACES), tell=tell)
     return Sizing(places=smallest_fast(found or {1: serial}), serial_samples_per_s=serial, samples_per_s=found)
 
 
@@ -70,12 +74,13 @@ def smallest_fast(samples_per_s: Mapping[int, float]) -> int:
     return min(size for size, rate in samples_per_s.items() if rate >= enough)
 
 
-def _throughputs(job: Job, trial_array: TrialArray, *, most: int) -> dict[int, float]:
+def _throughputs(job: Job, trial_array: TrialArray, *, most: int, tell: Callable[[int], None]) -> dict[int, float]:
     """Samples/s by size: doubled until two in a row do not bring 10% more, or memory ends."""
     device, samples = trial_array.device, trial_array.batch or job.batch
     found: dict[int, float] = {}
     size, in_vain, peaks = 1, 0, [0, 0]
     while True:
+        tell(size)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)  # the serial step's, or the smaller array's, is another
         try:

@@ -80,9 +80,8 @@ class Range:
         return int(value) if self.whole else float(value)
 
     def __str__(self) -> str:
-        low, high = (
-            (int(self.low), int(self.high)) if self.whole and math.isfinite(self.high) else (self.low, self.high)
-        )
+        ends = (self.low, self.high)
+        low, high = (int(end) if self.whole and math.isfinite(end) and end == int(end) else end for end in ends)
         return f"{self.kind}:{low}..{high}"
 
 
@@ -171,8 +170,12 @@ def _typed(
         if inspect.signature(function).parameters[name].annotation in (int, "int") and not axis.whole:
             raise JobError(f"{name} of {source} takes whole numbers; give {name}=int:{axis.low:g}..{axis.high:g}")
         return axis
-    plain = all(isinstance(value, str | int | float | bool | None) for value in accepted)
-    return Values(values=tuple(accepted)) if plain else axis
+    if all(isinstance(value, Setting) for value in accepted):
+        return Values(values=tuple(accepted))
+    for value in axis.values:
+        if not isinstance(value, Setting):
+            raise JobError(f"{name}={value!r} cannot be a trial's; give numbers, or words that the job reads")
+    return axis
 
 
 def _ends(axis: Values | Range) -> tuple[Any, ...]:

@@ -23,12 +23,12 @@ from burstpool.run.folder import new_run_path
 from burstpool.sweeping.feed import moved
 from burstpool.sweeping.floor import Builder, Floor
 from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
-from burstpool.sweeping.objective import HELD_OUT, TRAINING
+from burstpool.sweeping.objective import HELD_OUT, TRAINING, held_out_samples
 from burstpool.sweeping.options import Autocast, StepOptions
 from burstpool.sweeping.outcome import SweepResult, write_outcome
-from burstpool.sweeping.runner import Observer, Runner
+from burstpool.sweeping.runner import Observer, Runner, SweepProgress
 from burstpool.sweeping.search import Search, SearchSetting, make_search, number_of_trials
-from burstpool.sweeping.sizing import measure_sizing
+from burstpool.sweeping.sizing import Sizing, measure_sizing
 from burstpool.sweeping.space import checked_space
 from burstpool.sweeping.trials import Trial
 from burstpool.version import __version__
@@ -76,22 +76,32 @@ def sweep(
     checked = checked_space(space or {}, builder.function, source=builder.source)
     if not checked.axes:
         raise RunError("there is nothing to search; give at least one --set name=a,b,c")
-    _check(mode, device, {"steps": steps, "array-size": array_size, "batch": batch, "threads": threads})
+    _check(mode, device, {"steps": steps, "array-size": array_size, "batch": batch, "threads": threads, "seed": seed})
     step_options = StepOptions(autocast=autocast, clip_norm=clip_norm, compiled=compiled)
     count = number_of_trials(search, checked, trials)
     setting = SearchSetting(space=checked, num_trials=count, steps=steps, seed=seed, eta=eta, first_rung=first_rung)
     asked = make_search(search, setting)
-    first = _first_job(builder, asked, count, device=torch.device(device), batch=batch, options=step_options)
-    with _threads(threads):
-        sizing = measure_sizing(
-            first,
+
+    watching = _Watching(observer, num_trials=count, steps=steps, begin_s=begin_s)
+
+    def measure(job: Job) -> Sizing:
+        with step_options.autocasting(torch.device(device)):
+            _try_out(job, torch.device(device), batch or job.batch)
+        return measure_sizing(
+            job,
             most=count,
             places=array_size,
             device=torch.device(device),
             mode=mode,
             batch=batch,
             options=step_options,
+            tell=watching.measures,
         )
+
+    with _threads(threads):
+        first, sizing = _first_measured(builder, asked, count, measure)
+    if watching.error is not None:
+        raise watching.error
     path = Path(run_folder) if run_folder is not None else new_run_path(f"{builder.name}-sweep", Path("runs"))
     folder = SweepFolder.create(path)
     record = SweepRecord(
@@ -115,8 +125,8 @@ def sweep(
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         versions={"burstpool": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
-    record.save(folder.record)
-    with _threads(record.threads):
+    with folder.held(), _threads(record.threads):
+        record.save(folder.record)
         floor = Floor(folder, record, builder)
         floor.begin_s = begin_s
         runner = Runner(floor, asked, checkpoint_every_s=checkpoint_every_s, observer=observer)
@@ -132,6 +142,17 @@ def _resumed(
         raise RunError(f"{path} is a sweep of {record.source or 'a function'}, not of {job}; leave the job out")
     if job is None and not record.source:
         raise RunError(f"{path} is a sweep of a function; go on with it in Python: burstpool.sweep(function, resume=…)")
+    with folder.held():
+        return _gone_on(job, folder, record, checkpoint_every_s, observer)
+
+
+def _gone_on(
+    job: str | Path | Callable[..., Any] | None,
+    folder: SweepFolder,
+    record: SweepRecord,
+    checkpoint_every_s: float,
+    observer: Observer | None,
+) -> SweepResult:
     state = folder.load_state()
     if state.finished:
         return write_outcome(folder, record, state)
@@ -172,40 +193,67 @@ def _builder(job: str | Path | Callable[..., Any]) -> Builder:
     return Builder(function, source=str(job), name=name)
 
 
-def _first_job(
-    builder: Builder, search: Search, count: int, *, device: torch.device, batch: int | None, options: StepOptions
-) -> Any:
-    """The first trial's job that can be made and trained: what sizes are measured with."""
+def _first_measured(
+    builder: Builder, search: Search, count: int, measure: Callable[[Job], Sizing]
+) -> tuple[Job, Sizing]:
+    """The first trial's job that can be made and trained, and the sizes measured with it."""
     tried: list[Trial] = []
     reason = ""
     while len(tried) < count and (found := search.next(tried)) is not None:
         try:
             job = builder.job(found.settings)
-            with options.autocasting(device):
-                _try_out(job, device, batch or job.batch)
-            return job
+            return job, measure(job)
         except Exception as error:
             reason = reason or (str(error) if isinstance(error, BurstpoolError) else in_words(error))
             tried.append(Trial(number=len(tried), settings=found.settings, state="failed", until=found.until))
-    raise RunError(f"no trial of {builder.source} can be made; the first fails: {reason}")
+    raise RunError(f"no trial of {builder.source} can be trained; the first fails: {reason}")
 
 
 def _try_out(job: Job, device: torch.device, batch: int) -> None:
-    """Makes all that a job describes and takes one loss; raises whatever the user's code raises."""
+    """Makes all that a job describes and takes one loss of each of its data; raises whatever the user's code raises."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout must not move the user's stream
         model = job.build_model().to(device)
         optimizer = job.optimizer(model.parameters())
         if job.scheduler is not None:
             job.scheduler(optimizer)
-        inputs, target = moved(job.samples(batch), device)
-        args, kwargs = model_arguments(inputs)
-        job.loss(model(*args, **kwargs), target)
+        _take_loss(job, model, moved(job.samples(batch), device))
+        if job.evaluation is not None:
+            samples, count = held_out_samples(job, job.evaluation)
+            _take_loss(job, model.eval(), moved(samples.collated(range(min(batch, count)), 0), device))
+
+
+def _take_loss(job: Job, model: torch.nn.Module, batch: tuple[Any, Any]) -> None:
+    args, kwargs = model_arguments(batch[0])
+    job.loss(model(*args, **kwargs), batch[1])
+
+
+class _Watching:
+    """Tells an observer what is measured; what it raises is kept, as it is no trial's fault."""
+
+    def __init__(self, observer: Observer | None, *, num_trials: int, steps: int, begin_s: float) -> None:
+        self._observer, self._num_trials, self._steps, self._begin_s = observer, num_trials, steps, begin_s
+        self.error: Exception | None = None
+
+    def measures(self, size: int) -> None:
+        """An array of so many members."""
+        if self._observer is None or self.error is not None:
+            return
+        wall_time_s = time.perf_counter() - self._begin_s
+        try:
+            self._observer(
+                SweepProgress(
+                    num_trials=self._num_trials, steps=self._steps, wall_time_s=wall_time_s, measured_size=size
+                )
+            )
+        except Exception as error:
+            self.error = error
 
 
 def _check(mode: str, device: str, counts: Mapping[str, int | None]) -> None:
     for name, value in counts.items():
-        if value is not None and value < 1:
-            raise RunError(f"--{name} {value} must be at least 1")
+        least = 0 if name == "seed" else 1
+        if value is not None and value < least:
+            raise RunError(f"--{name} {value} must be at least {least}")
     if mode not in get_args(Execution):
         raise RunError(f"--mode {mode} is unknown; give one of {', '.join(get_args(Execution))}")
     if device.partition(":")[0] not in ("cpu", "cuda"):

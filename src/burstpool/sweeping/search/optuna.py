@@ -33,7 +33,8 @@ class Optuna:
         if number >= self._setting.num_trials:
             return None
         # Members of an array are asked for together: the liar keeps them apart.
-        sampler = self._optuna.samplers.TPESampler(seed=self._setting.seed * 100_003 + number, constant_liar=True)
+        seed = (self._setting.seed * 100_003 + number) % 2**32  # NumPy takes no more
+        sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         study = self._optuna.create_study(sampler=sampler)
         for trial in trials:
             study.add_trial(self._told(trial))
