@@ -1,5 +1,7 @@
 """The controller keeps its promises to foregrounds whose steps are not alike: of several kinds, or changing slowly."""
 
+import math
+import random
 from collections import Counter
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from share_simulation import Simulated
 
-from burstpool.share.budget import Budget, Controller
+from burstpool.share.budget import Budget, Controller, Gap, StepTaken
 
 MEAN_OVER, TAIL_OVER = 0.01, 0.05
 """The bars: how far over the budget the mean and the p95 of all steps may lie."""
@@ -117,3 +119,34 @@ def test_a_small_jump_is_noticed_within_two_alone_steps(change: float, noise: fl
     assert holds(found, start=1050, stop=1150)
     assert holds(found, start=1000)
     assert found.mean_work(1150) > 0.12
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0, 100.0])
+@pytest.mark.parametrize("first", [3, 5, 8, 12, 20])
+def test_first_steps_that_are_long_are_forgotten(first: int, factor: float) -> None:
+    """The memory is new, files are read: the first steps of most foregrounds are longer than those that follow."""
+    found = run(steps=600, alone_s=lambda step: 0.01 * (factor if step < first else 1))
+    assert holds(found, start=60)
+    assert found.mean_work(60) > 0.15  # 0.2 where all steps are alike
+
+
+phases = st.tuples(st.integers(1, 60), st.floats(-7, 3), st.floats(-0.99, 1), st.sampled_from((1.0, 1e4)))
+"""Steps, the exponent of their length, by what part they grow or shrink, and how much longer one in twenty is."""
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.floats(-4, 1), st.lists(phases, min_size=1, max_size=6), st.integers(0, 10_000))
+def test_no_foreground_makes_an_allowance_that_is_no_number(
+    budget: float, foreground: list[tuple[int, float, float, float]], seed: int
+) -> None:
+    controller, draw = Controller(Budget(slowdown=1 + 10**budget), gaps=[Gap(length_s=0.001)]), random.Random(seed)
+    for steps, exponent, growth, long in foreground * 3:
+        for step in range(steps):
+            allowed = controller.allowance
+            assert 0 <= allowed.overlapped_s < math.inf
+            assert all(0 <= gap_s < math.inf for gap_s in allowed.gaps_s)
+            assert allowed.waiting_s >= 0
+            work_s = draw.choice((0, 0.5, 1, 3)) * allowed.overlapped_s
+            time_s = 10**exponent * (1 + growth * step / steps) * (long if draw.random() < 0.05 else 1)
+            controller.observe(StepTaken(time_s=time_s + work_s, overlapped_s=work_s, in_gaps_s=sum(allowed.gaps_s)))
+            assert controller.alone_s is None or controller.alone_s > 0

@@ -33,6 +33,9 @@ _MANY = 20
 """Alone steps from which on long ones are taken for the foreground's own, and not for hiccups."""
 _LINE = 8
 """Alone steps that a line is drawn through at least; that many of the newest bound it where it rises."""
+_STRAIGHT = 0.8
+"""A line leaves this part at most of what a jump leaves unexplained: samples after a jump lie on a line with those
+before, as long as there are few, and it leads nowhere."""
 _BATCH, _BATCHES, _EVENLY = 9, 4, 0.6
 """Alone steps in a batch, batches that tell an error, and the part of the error of as many steps drawn at random from
 which on it is believed."""
@@ -143,12 +146,16 @@ class BaseTime:
 
     def _levelled(self, times: Sequence[float]) -> list[float]:
         """The samples' times as if all had been taken at the last one's step."""
-        last, slope_s = self._samples[-1][0], self._slope_s
-        return [time_s + slope_s * (last - step) for (step, _), time_s in zip(self._samples, times, strict=True)]
+        last, slope_s, least_s = self._samples[-1][0], self._slope_s, 0.5 * min(times)  # no line leads to nothing
+        return [
+            max(time_s + slope_s * (last - step), least_s)
+            for (step, _), time_s in zip(self._samples, times, strict=True)
+        ]
 
     def _apart(self, older: Sequence[float], recent: Sequence[float]) -> float:
-        """Standard errors between their medians, by the noise of before if that is known."""
-        noise = max(_spread(sorted(older)) / median(older), _FLOOR) if len(older) >= _LINE else self.noise
+        """Standard errors between their medians, by the noise of before if that is known, else by that of both."""
+        known = (older,) if len(older) >= _LINE else (older, recent)
+        noise = max(*(_spread(sorted(times)) / median(times) for times in known), _FLOOR)
         return _distance(older, recent) / (1.25 * noise * math.sqrt(1 / len(recent) + 1 / len(older)))
 
     def _settle(self) -> None:
@@ -234,7 +241,18 @@ def _slope(steps: Sequence[int], times: Sequence[float]) -> float:
     slope_s = sum((step - middle) * time_s for step, time_s in zip(steps, times, strict=True)) / width
     left = sum((time_s - mean_s - slope_s * (step - middle)) ** 2 for step, time_s in zip(steps, times, strict=True))
     standard_error = max(math.sqrt(left / (count - 2)), _FLOOR * mean_s) / math.sqrt(width)
-    return slope_s if abs(slope_s) > (3 + 10 / (count - 2)) * standard_error else 0.0
+    is_noise = abs(slope_s) <= (3 + 10 / (count - 2)) * standard_error
+    return 0.0 if is_noise or left > _STRAIGHT * _left_by_a_jump(times) else slope_s
+
+
+def _left_by_a_jump(times: Sequence[float]) -> float:
+    """The sum of squares that the best jump from one level to another leaves unexplained."""
+    total, count = sum(times), len(times)
+    before, most = 0.0, 0.0
+    for place, time_s in enumerate(times[:-1], start=1):
+        before += time_s
+        most = max(most, (before - place * total / count) ** 2 * count / (place * (count - place)))
+    return max(sum((time_s - total / count) ** 2 for time_s in times) - most, 0.0)
 
 
 def _spread(ordered: list[float]) -> float:

@@ -63,6 +63,8 @@ _LEAST_SHIFT = 0.008
 """A standard deviation is taken for this at least: nobody minds steps that are off by less."""
 _MOST_FIRST = 20
 """Alone steps at the beginning, at most, where the first ones differ much."""
+_KNOWN, _MODEST = 0.5, 0.10
+"""Part of the budget that the base may be wrong by until then, and what a larger budget is taken for."""
 _LEAP = 0.05
 """How far one alone step may take the base until costs are learnt anew."""
 _CONFIRMING = 3
@@ -360,8 +362,9 @@ class Controller:
         self._calm, self._patience = 0, min(2 * self._patience, 200)
 
     def _knows_too_little(self) -> bool:
-        """Whether steps are so different that the first few do not tell the base, by most of the budget."""
-        return self.base.num_samples < _MOST_FIRST and self.base.error > 0.8 * (self.budget.slowdown - 1)
+        """Whether steps are so different that the first few do not tell the base, by half of the budget."""
+        enough = _KNOWN * min(self.budget.slowdown - 1, _MODEST)
+        return self.base.num_samples < _MOST_FIRST and self.base.error > enough
 
     def _start_anew(self) -> None:
         """Costs and debts were learnt against a base that was wrong: enough steps are known now to tell."""
