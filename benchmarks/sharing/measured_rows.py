@@ -1,6 +1,7 @@
 """Rows of the GPU benchmark, as cuda.py writes them and tables, pictures and comparisons read them."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,23 @@ def all_rows(path: Path) -> Rows:
     return rows
 
 
+def write_rows(path: Path, found: Mapping[str, Any]) -> None:
+    """Whole or not at all: whoever is killed meanwhile has what was there before."""
+    aside = path.with_name(f"{path.name}.new")
+    aside.write_text(json.dumps(found))
+    os.replace(aside, path)
+
+
 def read_rows(path: Path) -> Rows:
-    """Where a file holds several runs, a pair's rows of the last run that has it."""
-    rows = all_rows(path)
+    """Where a file holds several runs, a pair's rows of the last run that has it; of a line the last that went well."""
+    rows = [row for row in all_rows(path) if "slowdown" in row]
     last: dict[tuple[str, str], int] = {}
     for row in rows:
         pair = row["foreground"], row["background"]
         last[pair] = max(last.get(pair, 0), row.get("run", 0))
-    return [row for row in rows if row.get("run", 0) == last[row["foreground"], row["background"]]]
+    lines = {
+        (row["foreground"], row["background"], row["way"]): row
+        for row in rows
+        if row.get("run", 0) == last[row["foreground"], row["background"]]
+    }
+    return list(lines.values())

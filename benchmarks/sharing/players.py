@@ -1,12 +1,15 @@
 """Two processes on one GPU, each with a job that it replays for as long as it is told: with MPS, and without."""
 
 import collections
+import contextlib
+import math
 import multiprocessing as mp
 import os
 import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -53,43 +56,73 @@ def played(steps: Any, stream: Any, seconds: float) -> dict[str, Any]:
     return {"times": times, "ends": ends}
 
 
-class Player:
+class Process:
+    """One that answers over a pipe, from outside. One that has died, or is silent for too long, has `failed`."""
+
+    def __init__(self, work: Callable[..., None], *arguments: Any, until_s: float = math.inf) -> None:
+        """`work` gets the arguments and its end of the pipe; it is waited for until then, by `time.monotonic`."""
+        self.failed = ""
+        """Why nothing more is to be expected of it."""
+        self._until_s = until_s
+        self.pipe, theirs = mp.Pipe()
+        self.process = mp.get_context("spawn").Process(target=work, args=(*arguments, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Until it is ready, or has failed."""
+        if (answer := self.answer()) != "ready":
+            self.failed = answer["failed"]
+
+    def tell(self, order: Any) -> None:
+        """Nothing happens where it has failed."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(order)
+
+    def answer(self) -> Any:
+        """What it says next, or why it does not."""
+        left_s = max(self._until_s - time.monotonic(), 0.0)
+        try:
+            if not self.failed and self.pipe.poll(None if math.isinf(left_s) else left_s):
+                return self.pipe.recv()
+            self.failed = self.failed or "no answer in time"
+        except (EOFError, OSError):
+            self.process.join(1.0)
+            self.failed = f"its process has ended with status {self.process.exitcode}"
+        return {"failed": self.failed}
+
+
+class Player(Process):
     """That process, from outside."""
 
-    def __init__(self, which: Which, *, mps_percent: int | None = None) -> None:
+    def __init__(self, which: Which, *, mps_percent: int | None = None, until_s: float = math.inf) -> None:
         changes = {} if mps_percent is None else {"CUDA_MPS_PIPE_DIRECTORY": f"{MPS_FOLDER}/pipe"}
         if mps_percent is not None and mps_percent < 100:
             changes["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(mps_percent)
         before = dict(os.environ)
         os.environ.update(changes)
-        self.pipe, theirs = mp.Pipe()
-        self.process = mp.get_context("spawn").Process(target=play, args=(which, theirs), daemon=True)
-        self.process.start()
+        super().__init__(play, which, until_s=until_s)
         os.environ.clear()
         os.environ.update(before)
-        theirs.close()
 
-    def wait(self) -> None:
-        assert self.pipe.recv() == "ready"
-
-    def go(self, seconds: float) -> None:
-        self.pipe.send(seconds)
-
-    def result(self) -> dict[str, Any]:
-        return self.pipe.recv()
+    def play(self, seconds: float) -> dict[str, Any]:
+        """For so long, from now; waits for the end."""
+        self.tell(seconds)
+        return self.answer()
 
 
-def two_processes(foreground: Player, background: Player, seconds: float, own_rate: float) -> dict[str, float]:
+def two_processes(foreground: Player, background: Player, seconds: float, own_rate: float) -> dict[str, Any]:
     """Both at once, next to the foreground alone; `own_rate`: the background's steps a second with the GPU its own."""
-    foreground.go(seconds / 2)
-    alone = foreground.result()
-    background.go(seconds + 2 * LEAD_S)
+    alone = foreground.play(seconds / 2)
+    background.tell(seconds + 2 * LEAD_S)
     time.sleep(LEAD_S)
     begun = time.monotonic()
-    foreground.go(seconds)
-    shared = foreground.result()
+    shared = foreground.play(seconds)
     ended = time.monotonic()
-    inside = [end for end in background.result()["ends"] if begun + 0.1 * seconds <= end <= ended - 0.1 * seconds]
+    beside = background.answer()
+    if failed := foreground.failed or background.failed:
+        return {"failed": failed}
+    inside = [end for end in beside["ends"] if begun + 0.1 * seconds <= end <= ended - 0.1 * seconds]
     rate = (len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 1 else 0.0
     times = shared["times"][len(shared["times"]) // 20 :]
     return compared(times, statistics.mean(alone["times"]), rate / own_rate)

@@ -3,7 +3,6 @@
 import collections
 import itertools
 import math
-import multiprocessing as mp
 import statistics
 import sys
 import time
@@ -14,7 +13,9 @@ from typing import Any
 import torch
 from gaps import gaps_of
 from jobs import Which, at_work, compared, prepare
+from players import Process
 
+CALIBRATE = "calibrate"
 LEAST_STEPS = 80
 LONGEST_ALONE_S = 3.0
 """For which the foreground runs alone before a line of ours, and after it."""
@@ -24,55 +25,104 @@ PIECE_S = 3e-4
 
 
 def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
-    """Builds all jobs, then does what it is told: (way, background, budget, seconds, a background's step alone)."""
-    from burstpool.share.at_work import BackgroundWork, move
-    from burstpool.share.gpu import alone_in_a_group, streams
-    from burstpool.share.width import Widths
+    """Builds all jobs, then does what it is told; a background that cannot be built fails its own lines only."""
+    from burstpool.share.gpu import alone_in_a_group
 
     prepare()
     with alone_in_a_group() as control:
-        high, low = streams(torch.device("cuda", 0))
-        plain = torch.cuda.Stream()
-        foreground = at_work(which, control, high, 6e-4)
-        works = {str(name): at_work(name, control, low, PIECE_S) for name in backgrounds}
-        pipe.send("ready")
-        pipe.recv()
-        # Once more, now that no other process uses the GPU: pieces are cut and compared by how long they take.
-        for work in (foreground, *works.values()):
-            work.steps.alone_s = math.nan
-            work.steps.capture()
-        unranked = on_plain_stream(foreground, plain)
-        for work in (foreground, *works.values()):
-            lengths = [round(1e3 * time_s, 3) for time_s in work.steps.piece_times_s]
-            print(
-                f"{work.name}: {1e3 * work.steps.alone_s:.3f} ms, pieces {lengths}"[:400], file=sys.stderr, flush=True
-            )
-        widths: dict[str, Widths] = {}
+        try:
+            sharing = Sharing(which, backgrounds, control)
+        except Exception as error:
+            pipe.send(failure(error))
+            return
         pipe.send("ready")
         while (order := pipe.recv()) is not None:
-            way, name, budget, seconds, own_s = order
-            work = works[name]
-            work.losses.clear()
-            work.steps.alone_s = own_s or work.steps.alone_s
             try:
-                if way == "ours":
-                    widths[name] = widths.get(name) or Widths(foreground.steps, work.steps)
-                    part = widths[name].take(slowdown=budget)
-                    answer = {**ours(foreground, BackgroundWork(work), budget, seconds, None), "multiprocessors": part}
-                    tried = widths[name].tried.items()
-                    answer["tried"] = {share: [found.slowdown, found.kept] for share, found in tried}
-                    answer["left_out"] = widths[name].left_out
-                elif work.steps.stream != low:
-                    move(work.steps, low)
-                if way == "gaps":
-                    answer = ours(foreground, BackgroundWork(work), budget, seconds, gaps_of(which, foreground))
-                elif way == "priority":
-                    answer = free(foreground, work, seconds)
-                elif way == "streams":
-                    answer = free(foreground, work, seconds, stream=plain, pieces=unranked)
+                answer = sharing.calibrate() if order == CALIBRATE else sharing.measure(*order)
             except Exception as error:
-                answer = {"failed": f"{type(error).__name__}: {error}"[:300]}
+                answer = failure(error)
             pipe.send(answer)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """A row of what went wrong."""
+    return {"failed": f"{type(error).__name__}: {error}"[:300]}
+
+
+class Sharing:
+    """A foreground and backgrounds in this process, captured once for all lines."""
+
+    def __init__(self, which: Which, backgrounds: Sequence[Which], control: Any) -> None:
+        from burstpool.share.gpu import streams
+
+        self.which = which
+        self.high, self.low = streams(torch.device("cuda", 0))
+        self.foreground = at_work(which, control, self.high, 6e-4)
+        self.works: dict[str, Any] = {}
+        self.broken: dict[str, dict[str, Any]] = {}
+        """Backgrounds that could not be built."""
+        self.widths: dict[str, Any] = {}
+        self.unranked: tuple[Any, list[Any]] | None = None
+        """A stream of the background's priority, and the foreground's pieces for it."""
+        for name in backgrounds:
+            try:
+                self.works[str(name)] = at_work(name, control, self.low, PIECE_S)
+            except Exception as error:
+                self.broken[str(name)] = failure(error)
+        self.show()
+
+    def show(self) -> None:
+        """How long all steps and pieces take alone."""
+        for work in (self.foreground, *self.works.values()):
+            lengths = [round(1e3 * time_s, 3) for time_s in work.steps.piece_times_s]
+            words = f"{work.name}: {1e3 * work.steps.alone_s:.3f} ms, pieces {lengths}"
+            print(words[:400], file=sys.stderr, flush=True)
+
+    def calibrate(self) -> str:
+        """Cuts and times all steps again."""
+        for work in (self.foreground, *self.works.values()):
+            work.steps.alone_s = math.nan
+            work.steps.capture()
+        self.show()
+        return "ready"
+
+    def measure(self, way: str, name: str, budget: float, seconds: float, own_s: float | None) -> dict[str, Any]:
+        """A line; `own_s` is a step of the background alone, if it is known better than from here."""
+        from burstpool.share.at_work import BackgroundWork, move
+
+        if name in self.broken:
+            return self.broken[name]
+        foreground, work = self.foreground, self.works[name]
+        work.losses.clear()
+        work.steps.alone_s = own_s or work.steps.alone_s
+        if way == "ours":
+            return self.on_a_part(name, budget, seconds)
+        if work.steps.stream != self.low or not work.steps.pieces:
+            move(work.steps, self.low)
+        if way == "gaps":
+            return ours(foreground, BackgroundWork(work), budget, seconds, gaps_of(self.which, foreground))
+        if way == "priority":
+            return free(foreground, work, seconds)
+        if self.unranked is None:
+            plain = torch.cuda.Stream()
+            self.unranked = plain, on_plain_stream(foreground, plain)
+        stream, pieces = self.unranked
+        return free(foreground, work, seconds, stream=stream, pieces=pieces)
+
+    def on_a_part(self, name: str, budget: float, seconds: float) -> dict[str, Any]:
+        """Ours, on the part of the GPU that keeps most; parts are tried once for all budgets."""
+        from burstpool.share.at_work import BackgroundWork
+        from burstpool.share.width import Widths
+
+        work = self.works[name]
+        widths = self.widths[name] = self.widths.get(name) or Widths(self.foreground.steps, work.steps)
+        part = widths.take(slowdown=budget)
+        return {
+            **ours(self.foreground, BackgroundWork(work), budget, seconds, None),
+            "multiprocessors": part,
+            "tried": {share: [found.slowdown, found.kept] for share, found in widths.tried.items()},
+            "left_out": widths.left_out,
+        }
 
 
 def ours(foreground: Any, background: Any, budget: float, seconds: float, program: Any) -> dict[str, Any]:
@@ -92,7 +142,11 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
     before = alone()
     begun = time.monotonic()
     gpu = SharedGpu(foreground, (background,), Budget(slowdown=budget), program=program)
-    gpu.run(max(int(seconds / step_s), least_steps))
+    # By the clock: so many steps would take longer by the slowdown.
+    gpu.run(
+        sys.maxsize,
+        stop=lambda: time.monotonic() - begun >= seconds and len(gpu.measured.step_s) >= least_steps,
+    )
     took_s = time.monotonic() - begun
     after = alone()
     alone_s = statistics.mean(before + after)
@@ -108,7 +162,7 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
         "gap_share": idle_s / step_s,
         "launch_overhead": alone_s / plain_s - 1 if plain_s else None,
         "overlap_cost": gpu.controller.overlap_cost.value,
-        "base_error": gpu.controller.alone_s / alone_s - 1,
+        "base_error": (gpu.controller.alone_s or alone_s) / alone_s - 1,
     }
 
 
@@ -152,20 +206,18 @@ def free(foreground: Any, work: Any, seconds: float, **unranked: Any) -> dict[st
     return compared(found.step_s[5:], found.alone_s, found.kept)
 
 
-class Sharer:
+class Sharer(Process):
     """The sharing process, from outside."""
 
-    def __init__(self, which: Which, backgrounds: Sequence[Which]) -> None:
-        self.pipe, theirs = mp.Pipe()
-        arguments = (which, backgrounds, theirs)
-        self.process = mp.get_context("spawn").Process(target=share, args=arguments, daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self, which: Which, backgrounds: Sequence[Which], *, until_s: float = math.inf) -> None:
+        super().__init__(share, which, backgrounds, until_s=until_s)
 
-    def wait(self) -> None:
-        assert self.pipe.recv() == "ready"
+    def calibrate(self) -> None:
+        """Has it cut and time its jobs again."""
+        self.tell(CALIBRATE)
+        self.wait()
 
     def do(self, way: str, background: Which, budget: float, seconds: float, own_s: float | None) -> dict[str, Any]:
         """`own_s`: a step of the background in a process of its own, where there is one: the most it could have."""
-        self.pipe.send((way, str(background), budget, seconds, own_s))
-        return self.pipe.recv()
+        self.tell((way, str(background), budget, seconds, own_s))
+        return self.answer()

@@ -211,10 +211,10 @@ class _Torch:
         return getattr(torch, name)
 
 
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Has `share/gpu.py` and `share/at_work.py` run on a clock."""
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, *others: Any) -> Clock:
+    """Has `share/gpu.py`, `share/at_work.py` and other modules run on a clock."""
     clock = Clock()
-    for module in (at_work, gpu):
+    for module in (at_work, gpu, *others):
         monkeypatch.setattr(module, "torch", _Torch(clock))
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(gpu, "waiter", lambda: clock.idle)

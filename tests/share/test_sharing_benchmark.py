@@ -1,43 +1,63 @@
 """`benchmarks/sharing/cuda.py`: which lines it measures, in which processes; the jobs and the GPU are stand-ins."""
 
 import json
+import math
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeFeeder, FakeSteps, Stream, fake_cuda
+
+from burstpool.share.at_work import BackgroundWork, JobAtWork
+from burstpool.share.gpu import Idle
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "sharing"))
 
 import cuda
+import measured_rows
+import players
+import sharers
 
 
 class Started:
     """A process that was started, and what it was asked for."""
 
     all: list["Started"]
+    broken: dict[str, str]
+    """Job → why its process fails."""
+    now_s: float
 
-    def __init__(self, which: Any, backgrounds: Any = (), *, mps_percent: int | None = None) -> None:
+    def __init__(
+        self, which: Any, backgrounds: Any = (), *, mps_percent: int | None = None, until_s: float = math.inf
+    ) -> None:
         self.which, self.backgrounds, self.mps_percent = str(which), [str(each) for each in backgrounds], mps_percent
         self.asked: list[Any] = []
-        self.pipe = self.process = self
+        self.failed = ""
+        self.calibrated = False
+        self.process = self
         Started.all.append(self)
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        Started.now_s += 5
+        self.failed = Started.broken.get(self.which, "")
 
-    def send(self, order: str) -> None:
-        assert order == "calibrate"
+    def calibrate(self) -> None:
+        self.calibrated = True
 
-    def go(self, seconds: float) -> None:
+    def play(self, seconds: float) -> dict[str, Any]:
         self.asked.append(seconds)
-
-    def result(self) -> dict[str, Any]:
-        return {"times": [0.5]}
+        return {"failed": self.failed} if self.failed else {"times": [0.5]}
 
     def do(self, way: str, background: Any, budget: float, seconds: float, own_s: float | None) -> dict[str, Any]:
         self.asked.append((way, str(background), budget, seconds, own_s))
-        return {"slowdown": 1.1, "took_s": seconds}
+        if self.failed:
+            return {"failed": self.failed}
+        Started.now_s += seconds + 12
+        return {"slowdown": 1.1, "took_s": seconds - 0.1}
 
     def kill(self) -> None: ...
 
@@ -46,7 +66,8 @@ class Started:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    Started.all = []
+    Started.all, Started.broken, Started.now_s = [], {}, 1000.0
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(monotonic=lambda: Started.now_s))
     monkeypatch.setattr(cuda, "Sharer", Started)
     monkeypatch.setattr(cuda, "Player", Started)
     monkeypatch.setattr(cuda, "two_processes", lambda first, second, seconds, own: {"slowdown": 2.0, "own": own})
@@ -62,7 +83,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[str, s
     monkeypatch.setattr(sys, "argv", ["cuda.py", *arguments])
     cuda.main()
     out = Path(arguments[arguments.index("--out") + 1])
-    rows = json.loads(out.read_text()) if out.exists() else []
+    rows = measured_rows.all_rows(out) if out.exists() else []
     return [(row["foreground"], row["background"], row["way"]) for row in rows]
 
 
@@ -99,8 +120,112 @@ def test_what_was_measured_for_as_long_is_left_out(monkeypatch: pytest.MonkeyPat
     given = ["--pairs", "vgg16:1+array:16", "--ways", "ours", "--seconds", "60", "--done", str(tmp_path / "done")]
     found = lines(monkeypatch, *given, "--out", str(tmp_path / "first"))
     assert [way for _, _, way in found] == ["ours 1.10", "ours 1.20"]
-    done += json.loads((tmp_path / "first").read_text())
+    done += measured_rows.all_rows(tmp_path / "first")
     (tmp_path / "done").write_text(json.dumps({"rows": done}))
     Started.all = []
     assert lines(monkeypatch, *given, "--out", str(tmp_path / "second")) == []
     assert Started.all == []
+
+
+LONG = ("--foregrounds", "vgg16:1,vgg16:4", "--ways", "ours,gaps", "--seconds", "60")
+
+
+def test_a_run_goes_on_where_the_last_one_ended_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two foregrounds, three backgrounds, four lines a pair: seven lines of 60 s fit in 540 s."""
+    given = [*LONG, "--within", "540", "--out", str(tmp_path / "rows")]
+    counts, ended_s = [], []
+    for _ in range(5):
+        begun_s = Started.now_s
+        counts.append(len(lines(monkeypatch, *given)))
+        ended_s.append(Started.now_s - begun_s)
+    assert counts == [7, 14, 21, 24, 24]
+    assert max(ended_s) < 540
+    found = lines(monkeypatch, *given)
+    assert len(set(found)) == len(found) == 24
+    # Jobs that a run has no time for are not built, and nothing is captured twice where nobody else is there.
+    assert [(each.which, each.backgrounds) for each in Started.all] == [
+        ("vgg16:1", ["resnet50:32", "resnet18:8"]),
+        ("vgg16:1", ["resnet18:8", "array:16"]),
+        ("vgg16:4", ["resnet50:32"]),
+        ("vgg16:4", ["resnet50:32", "resnet18:8", "array:16"]),
+        ("vgg16:4", ["array:16"]),
+    ]
+    assert [each.calibrated for each in Started.all] == [False, True, True, False, False]
+
+
+def test_a_run_that_is_killed_loses_the_line_it_was_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = [*LONG, "--out", str(tmp_path / "rows")]
+    plain = Started.do
+
+    def stopped(self: Started, *order: Any) -> dict[str, Any]:
+        if len(self.asked) == 3:
+            raise KeyboardInterrupt
+        return plain(self, *order)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Started, "do", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            lines(monkeypatch, *given)
+    assert len(measured_rows.all_rows(tmp_path / "rows")) == 3
+    found = lines(monkeypatch, *given)
+    assert len(set(found)) == len(found) == 24
+
+
+def test_short_lines_are_not_measured_again_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = ["--pairs", "vgg16:1+array:16", "--ways", "streams,processes,mps", "--out", str(tmp_path / "rows")]
+    found = lines(monkeypatch, *given)
+    assert len(found) == 6
+    Started.all = []
+    assert lines(monkeypatch, *given, "--seconds", "60") == found
+    assert Started.all == []
+    rows = [row for row in measured_rows.all_rows(tmp_path / "rows") if row["way"] != "MPS 30%"]
+    (tmp_path / "rows").write_text(json.dumps(rows))
+    lines(monkeypatch, *given)
+    (again,) = (row for row in measured_rows.all_rows(tmp_path / "rows") if row["way"] == "MPS 30%")
+    assert again["own"] == 2.0  # the background's speed alone, with all threads
+    assert sorted((each.which, each.mps_percent) for each in Started.all) == [
+        ("array:16", 30), ("array:16", 100), ("vgg16:1", 100),
+    ]  # fmt: skip
+
+
+def test_what_failed_is_tried_again_after_all_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = [*LONG, "--backgrounds", "array:16", "--budgets", "1.1", "--out", str(tmp_path / "rows")]
+    Started.broken = {"vgg16:1": "no memory"}
+    lines(monkeypatch, *given)
+    rows = measured_rows.all_rows(tmp_path / "rows")
+    assert [row["foreground"] for row in rows if "slowdown" in row] == ["vgg16:4", "vgg16:4"]
+    assert [row["failed"] for row in rows if "failed" in row] == ["no memory", "no memory"]
+    Started.broken = {}
+    (tmp_path / "rows").write_text(json.dumps(rows[:3]))
+    assert [line[0] for line in lines(monkeypatch, *given)[3:]] == ["vgg16:4", "vgg16:1", "vgg16:1"]
+    read = measured_rows.read_rows(tmp_path / "rows")
+    assert len(read) == 4
+    assert all("slowdown" in row for row in read)
+
+
+@pytest.mark.parametrize(("until_s", "words"), [(math.inf, "ended with status 1"), (0.0, "no answer in time")])
+def test_a_process_that_dies_or_is_silent_says_so(until_s: float, words: str) -> None:
+    process = players.Process(os._exit, until_s=until_s)  # which takes no pipe
+    process.wait()
+    assert words in process.failed
+    process.tell("an order")
+    assert process.answer() == {"failed": process.failed}
+    process.process.kill()
+    process.process.join()
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_a_line_of_ours_takes_the_seconds_that_were_asked_for(gaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = fake_cuda(monkeypatch, sharers)
+    foreground = JobAtWork("f", FakeSteps(clock, 2e-3, 2e-3, stream=Stream(clock, cost=0.4)), FakeFeeder(clock))
+    background = BackgroundWork(JobAtWork("b", FakeSteps(clock, *[3e-4] * 5), FakeFeeder(clock)))
+    program = [0, Idle(length_s=1e-3), 1] if gaps else None
+    found = sharers.ours(foreground, background, 1.2, 1.0, program)
+    assert 1.0 <= found["took_s"] < 1.1
+    assert 1.05 < found["slowdown"] < 1.21
+    assert found["slowdown_p95"] < 1.25
+    assert 0 < found["kept"] < 1
+    assert found["steps"] + 20 == pytest.approx(  # the first ones do not count
+        1.0 / (4e-3 + gaps * 1e-3) / found["slowdown"], rel=0.05
+    )
+    json.dumps(found)
