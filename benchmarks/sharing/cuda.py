@@ -88,6 +88,8 @@ def main() -> None:
     done = [*rows, *(all_rows(args.done) if args.done else ())]
     lines = missing(pairs, names(ways, budgets), done, args.seconds)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if args.out and lines:
+        write_rows(args.out, {"rows": rows})  # what cannot be written is found out before anything is measured
 
     def found() -> dict[str, Any]:
         return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}

@@ -20,6 +20,7 @@ def all_rows(path: Path) -> Rows:
 
 def write_rows(path: Path, found: Mapping[str, Any]) -> None:
     """Whole or not at all: whoever is killed meanwhile has what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.new")
     aside.write_text(json.dumps(found))
     os.replace(aside, path)

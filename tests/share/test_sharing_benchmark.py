@@ -132,7 +132,7 @@ LONG = ("--foregrounds", "vgg16:1,vgg16:4", "--ways", "ours,gaps", "--seconds", 
 
 def test_a_run_goes_on_where_the_last_one_ended_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two foregrounds, three backgrounds, four lines a pair: seven lines of 60 s fit in 540 s."""
-    given = [*LONG, "--within", "540", "--out", str(tmp_path / "rows")]
+    given = [*LONG, "--within", "540", "--out", str(tmp_path / "folder" / "rows")]
     counts, ended_s = [], []
     for _ in range(5):
         begun_s = Started.now_s
