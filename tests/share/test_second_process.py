@@ -1,5 +1,6 @@
 """A background job as a second process, on a CPU: it trains on after it has left and come back, or was killed."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -71,3 +72,32 @@ def test_one_that_is_killed_has_ended_and_counts_as_away(process: SecondProcess)
     assert "SIGKILL" in process.ended
     assert process.where == "away"
     process.leave(at_once=True)  # nothing to wait for
+
+
+def test_stopped_while_its_first_steps_are_waited_for_no_process_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(process: SecondProcess) -> None:
+        assert multiprocessing.active_children()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SecondProcess, "look_after", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        SecondProcess("background", JobSource(source=JOBS, settings={}), checkpoints=tmp_path, device="cpu")
+    assert not multiprocessing.active_children()
+
+
+def test_one_that_cannot_be_started_again_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SecondProcess, "_start", lambda process: None)
+        patch.setattr(SecondProcess, "_calibrated", lambda process: 1e-3)
+        process = SecondProcess("background", JobSource(source=JOBS, settings={}), checkpoints=tmp_path, device="cpu")
+    process.where = "away"
+    monkeypatch.setattr(process._context.Process, "start", refused)
+    process.come_back()
+    assert "temporarily unavailable" in process.ended
+    assert process.where == "away"
+    process.close()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine
 from burstpool.errors import BurstpoolError, ShareError
-from burstpool.job import load_job
+from burstpool.fusion.array import FusedArray
+from burstpool.job import Job, load_job
 from burstpool.run.setup import trace_job
 from burstpool.share.base import Background
 from burstpool.share.gated import cap_memory
@@ -55,9 +56,17 @@ def _rehearse(place: Place, wanted: _Rehearsed) -> str:
     cap_memory(wanted.memory_bytes)
     try:
         place.doing.say(LOADING)
-        job, *_ = [load_job(wanted.background.source, settings) for settings in wanted.background.settings]
+        jobs = [load_job(wanted.background.source, settings) for settings in wanted.background.settings]
         place.doing.say(TRACING)
-        trace_job(job)
+        _trace(jobs[0], in_array=len(jobs) > 1)
     except BurstpoolError as error:
         return str(error)
     return ""
+
+
+def _trace(job: Job, *, in_array: bool) -> None:
+    """As it is done later: an array holds models that cannot be split into layers. One member stands for all."""
+    if in_array:
+        FusedArray([job.build_model().train()], job.samples(job.batch)[0])
+    else:
+        trace_job(job)

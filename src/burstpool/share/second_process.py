@@ -84,10 +84,11 @@ class SecondProcess:
         self._given = 0
         """Steps that were permitted."""
         self._start()
-        for _ in range(_WARM_UP_STEPS + _CALIBRATION_STEPS):
-            self._permits.release()
-            self._given += 1
-        self.alone_s = self._calibrated()
+        try:
+            self.alone_s = self._calibrated()
+        except BaseException:  # also where somebody is tired of waiting: nobody else knows of the process yet
+            self.close()
+            raise
 
     @property
     def finished(self) -> int:
@@ -154,7 +155,11 @@ class SecondProcess:
     def come_back(self) -> None:
         """See `Evictable`."""
         if self.where == "away":
-            self._start()
+            try:
+                self._start()
+            except OSError as error:  # no memory, or no number, for another process
+                self._end(f"its process could not be started: {error}")
+                return
             self.where = "returning"
             return
         self._read()
@@ -189,19 +194,22 @@ class SecondProcess:
             device=self._device,
             parent=os.getpid(),
         )
-        self._process = self._context.Process(
+        process = self._context.Process(
             target=_train, args=(task, self._permits, self._finished, self._wants_out, theirs), daemon=True
         )
-        self._process.start()
+        process.start()
+        self._process = process
         theirs.close()
 
     def _calibrated(self) -> float:
+        for _ in range(_WARM_UP_STEPS + _CALIBRATION_STEPS):
+            self._permits.release()
+            self._given += 1
         deadline = time.monotonic() + _START_S
         while len(self.losses) < self._given:
             self.look_after()
             if self.ended or time.monotonic() > deadline:
                 reason = self.ended or f"it did not come to its first steps within {_START_S:g} s"
-                self.close()
                 raise ShareError(f"background {self.name} cannot be run: {reason}")
             time.sleep(1e-3)
         times_s = sorted(self._times_s[-_CALIBRATION_STEPS:])
