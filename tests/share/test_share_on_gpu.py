@@ -1,0 +1,241 @@
+"""Sharing a GPU, a simulated one, from the request to the outcome: what fails fails alone, and nothing is left."""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda import Clock, FakeFeeder, FakeSteps, Stream, fake_cuda
+
+from burstpool.errors import CaptureError, RunError, ShareError, TraceError
+from burstpool.job import load_job
+from burstpool.run.even import even_plan
+from burstpool.run.folder import RunFolder
+from burstpool.run.options import RunOptions
+from burstpool.run.setup import trace_job
+from burstpool.run.trainer import InterruptedRun, Start
+from burstpool.share import cuda
+from burstpool.share.array_steps import ArrayStep
+from burstpool.share.base import Background, ShareOutcome, ShareRequest
+from burstpool.share.budget import Budget
+from burstpool.share.evictions import Memory
+from burstpool.share.graph_steps import GraphStep
+
+JOBS = str(Path(__file__).with_name("share_jobs.py"))
+BACK = {"lr": "0.5"}
+"""By which a background is told from the foreground."""
+STEPS = 150
+
+
+class Gpu:
+    """What happens where: `happens` is called with the moment and whose it is."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.feeders = clock, list[FakeFeeder]()
+        self.happens: Callable[[str, str], None] = lambda moment, whose: None
+
+    def comes_to(self, moment: str, job: Any) -> None:
+        self.happens(moment, "background" if job.settings["lr"] == 0.5 else "foreground")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    found = Gpu(clock := fake_cuda(monkeypatch))
+
+    class Single(FakeSteps, GraphStep):
+        is_captured = True
+
+        def __init__(self, job: Any, *, stream: Any, control: Any, piece_s: float = math.inf, options: Any) -> None:
+            found.comes_to("building", job)
+            super().__init__(clock, *([1e-3] if math.isinf(piece_s) else [3e-4, 3e-4]), stream=stream)
+            self.job = job
+
+        def capture(self) -> None:
+            found.comes_to("capturing", self.job)
+
+    class Array(FakeSteps, ArrayStep):
+        def __init__(self, jobs: Any, *, stream: Any, piece_s: float, autocast: Any) -> None:
+            super().__init__(clock, 3e-4, 3e-4, stream=stream)
+            self.job = jobs[0]
+
+        def end(self) -> torch.Tensor:
+            return super().end().repeat(2)
+
+    def feeder(*_: Any, **__: Any) -> FakeFeeder:
+        found.feeders.append(FakeFeeder(clock))
+        return found.feeders[-1]
+
+    def prepared(request: ShareRequest) -> tuple[None, Start]:
+        return None, Start(folder=RunFolder.create(request.run_folder), checkpoint=None, step=0)
+
+    class Rehearsal:
+        def __init__(self, wanted: Background) -> None:
+            self.job = load_job(wanted.source, wanted.settings[0])
+
+        def check(self) -> None:
+            found.comes_to("rehearsing", self.job)
+
+        def close(self) -> None: ...
+
+    class Widths:
+        def __init__(self, foreground: Any, background: Any) -> None:
+            found.comes_to("trying parts", background.job)
+
+        def take(self, *, slowdown: float) -> float:
+            return 0.5
+
+    low: Any = Stream(clock)
+    low.device = torch.device("cuda", 0)
+    for name, value in (
+        ("is_available", lambda: True),
+        ("current_device", int),
+        ("mem_get_info", lambda: (90 << 30, 100 << 30)),
+        ("empty_cache", lambda: None),
+        ("synchronize", lambda: None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in (
+        ("streams", lambda device: (Stream(clock, cost=0.3), low)),
+        ("prepare_foreground", prepared),
+        ("GraphStep", Single),
+        ("ArrayStep", Array),
+        ("Feeder", feeder),
+        ("Rehearsal", Rehearsal),
+        ("Widths", Widths),
+        ("memory_cap", lambda *_: contextlib.nullcontext()),
+        ("MemoryOf", lambda *_, **__: lambda: Memory(90 << 30, 100 << 30)),
+        ("timeline_of", lambda *_: None),
+    ):
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(cuda._Sharing, "_save", lambda sharing, work, folder: found.comes_to("saving", work.steps.job))
+    return found
+
+
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    job = load_job(JOBS)
+    return even_plan(trace_job(job).graph, num_devices=1, batch=job.batch, name=job.name)
+
+
+@pytest.fixture
+def share(gpu: Gpu, plan: Any, tmp_path: Path) -> Iterator[Callable[..., ShareOutcome]]:
+    """Shares with these backgrounds; afterwards nothing of it is left but its folder."""
+    signals, threads = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)], set(threading.enumerate())
+
+    def run(*backgrounds: tuple[dict[str, str], ...]) -> ShareOutcome:
+        return cuda.share_on_cuda(
+            ShareRequest(
+                foreground=JOBS,
+                settings={},
+                plan=plan,
+                steps=STEPS,
+                backgrounds=tuple(Background(source=JOBS, settings=settings) for settings in backgrounds),
+                budget=Budget(slowdown=1.2),
+                options=RunOptions(device="cuda"),
+                run_folder=tmp_path / "run",
+            )
+        )
+
+    yield run
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == signals
+    assert set(threading.enumerate()) == threads
+    assert not multiprocessing.active_children()
+    assert not dist.is_initialized()
+    assert all(feeder.closed for feeder in gpu.feeders)
+
+
+def at(moment: str, whose: str, error: BaseException) -> Callable[[str, str], None]:
+    def happens(now: str, who: str) -> None:
+        if (now, who) == (moment, whose):
+            raise error
+
+    return happens
+
+
+def test_all_train_and_an_array_beside_a_job_gets_its_part(share: Callable[..., ShareOutcome]) -> None:
+    found = share((BACK,), (BACK, BACK))
+    assert len(found.losses) == STEPS
+    assert found.slowdown < 1.21
+    assert [background.state for background in found.backgrounds] == ["ended", "ended"]
+    assert all(background.steps > 20 for background in found.backgrounds)
+    assert [len(background.losses[0]) for background in found.backgrounds[1:]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("moment", "error"),
+    [
+        ("rehearsing", RunError("no answer")),
+        ("building", ValueError("wrong")),
+        ("building", SystemExit(3)),
+        ("capturing", RuntimeError("of the device")),
+    ],
+)
+def test_a_background_that_fails_before_the_run_is_left_out(
+    moment: str, error: BaseException, share: Callable[..., ShareOutcome], gpu: Gpu
+) -> None:
+    gpu.happens = at(moment, "background", error)
+    found = share((BACK,))
+    assert len(found.losses) == STEPS
+    assert found.backgrounds[0].state == "failed"
+    assert str(error) in found.backgrounds[0].reason
+
+
+def test_where_parts_cannot_be_tried_or_a_checkpoint_not_written_it_trains_all_the_same(
+    share: Callable[..., ShareOutcome], gpu: Gpu
+) -> None:
+    def happens(moment: str, whose: str) -> None:
+        if whose == "background" and moment in ("trying parts", "saving"):
+            raise CaptureError("no memory") if moment == "trying parts" else OSError("no space")
+
+    gpu.happens = happens
+    found = share((BACK,))
+    assert found.backgrounds[0].state == "ended"
+    assert found.backgrounds[0].multiprocessors == 1.0
+    assert found.backgrounds[0].steps > 20
+
+
+@pytest.mark.parametrize(
+    ("moment", "whose", "error"),
+    [
+        ("building", "foreground", KeyboardInterrupt()),
+        ("building", "foreground", TraceError("cannot trace it")),
+        ("capturing", "foreground", KeyboardInterrupt()),
+        ("rehearsing", "background", KeyboardInterrupt()),
+        ("rehearsing", "background", ShareError("an unknown setting")),
+        ("building", "background", KeyboardInterrupt()),
+        ("capturing", "background", KeyboardInterrupt()),
+        ("trying parts", "background", KeyboardInterrupt()),
+    ],
+)
+def test_refused_or_stopped_before_the_run_nothing_is_left(
+    moment: str, whose: str, error: BaseException, share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path
+) -> None:
+    gpu.happens = at(moment, whose, error)
+    with pytest.raises(type(error)):
+        share((BACK,))
+    assert not (tmp_path / "run").exists()
+
+
+def test_stopped_in_the_run_what_was_learnt_is_kept(
+    share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[str] = []
+    gpu.happens = lambda moment, whose: saved.append(whose) if moment == "saving" else None
+    looks = iter(range(STEPS))
+    monkeypatch.setattr(
+        cuda._Sharing,
+        "_watch",
+        lambda sharing, shared: os.kill(os.getpid(), signal.SIGTERM) if next(looks) == 60 else None,
+    )
+    with pytest.raises(InterruptedRun):
+        share((BACK,))
+    assert saved == ["foreground", "background"]
+    assert (tmp_path / "run" / "losses.jsonl").exists()
