@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from burstpool.engine.base import PeerError, Place, phrase
@@ -24,21 +25,30 @@ def fail_second(place: Place, task: Any) -> None:
     time.sleep(600)
 
 
-def lose_peer(place: Place, task: Any) -> None:
+def lose_peer(place: Place, task: str) -> None:
     """The first only loses the second, which dies a moment later."""
     place.doing.say(phrase("waiting for the second" if place.rank == 0 else "about to die"))
+    _meet(place, task)
     if place.rank == 0:
         raise PeerError("waited for rank 1: the connection was closed")
     time.sleep(0.5)
     os._exit(7)
 
 
-def hang_second(place: Place, task: Any) -> None:
+def hang_second(place: Place, task: str) -> None:
     place.doing.say(phrase("waiting" if place.rank == 0 else "hanging"))
+    _meet(place, task)
     if place.rank == 1:
         time.sleep(600)
-    time.sleep(task)
     raise PeerError("waited for rank 1: it did not come in time")
+
+
+def _meet(place: Place, file: str) -> None:
+    """The first waits until the second is there, however long it takes to start."""
+    if place.rank == 1:
+        Path(file).touch()
+    while not Path(file).exists():
+        time.sleep(0.01)
 
 
 def hang(place: Place, task: Any) -> None:

@@ -19,10 +19,14 @@ from burstpool.schedule.lower import lower
 
 
 def test_the_hosts_time_is_an_interpreters() -> None:
-    found = machine.host_times(timeout_s=60, turns=1)
-    # A few dozen calls: not less than a microsecond, not more than some milliseconds.
-    assert 1e-6 < found.block_s < 5e-3
-    assert 0 <= found.step_s < 5e-3
+    tries = []
+    for turns in (1, 3, 5):  # a difference of two times: other load may spoil one measurement, and hardly several
+        found = machine.host_times(timeout_s=300, turns=turns)
+        # A few dozen calls: not less than a microsecond, not more than some milliseconds.
+        if 1e-6 < found.block_s < 5e-3 and 0 <= found.step_s < 5e-3:
+            return
+        tries.append(found)
+    pytest.fail(f"no interpreter's: {tries}")
 
 
 def test_cores_get_the_hosts_time_and_workers_that_take_turns_get_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +50,7 @@ def _threads_left(place: Place, folder: str) -> tuple[list[int], list[str]]:
 
 
 def _train_again_and_again(place: Place, folder: str) -> list[int]:
-    options = RunOptions(checkpoint_every=0, timeout_s=20)
+    options = RunOptions(checkpoint_every=0, timeout_s=60)
     job = small_job()
     graph = trace_job(job).graph
     plan = even_plan(graph, num_devices=place.num_workers, batch=job.batch, name=job.name)

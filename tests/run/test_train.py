@@ -136,12 +136,17 @@ def test_a_raising_data_set_is_named_with_the_users_line(tmp_path: Path) -> None
 
 
 def test_a_hanging_worker_ends_the_run_in_time(tmp_path: Path) -> None:
-    job = small_job(what="hang", after=FIRST + 3 * SAMPLES_A_STEP, rank=1, marker=str(tmp_path / "marker"))
-    options = RunOptions(timeout_s=3)
-    start = time.monotonic()
-    with pytest.raises(RunError, match=r"no answer from rank 1 \(in step 3, loading samples\) within 3 s; rank 0"):
-        train(job, 2, steps=STEPS, run_folder=tmp_path / "run", options=options)
-    assert time.monotonic() - start < 40
+    said = []
+    for timeout_s in (3, 15, 60):  # on a busy machine the workers may not even have started within the first
+        folder, marker = tmp_path / str(timeout_s), tmp_path / f"{timeout_s}.marker"
+        job = small_job(what="hang", after=FIRST + 3 * SAMPLES_A_STEP, rank=1, marker=str(marker))
+        with pytest.raises(RunError) as caught:
+            train(job, 2, steps=STEPS, run_folder=folder, options=RunOptions(timeout_s=timeout_s))
+        said.append(str(caught.value))
+        if f"no answer from rank 1 (in step 3, loading samples) within {timeout_s} s; rank 0" in said[-1]:
+            assert time.time() - marker.stat().st_mtime < timeout_s + 60  # it would hang for 600
+            return
+    pytest.fail("\n".join(said))
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
@@ -162,11 +167,11 @@ def test_ctrl_c_writes_a_checkpoint_and_leaves_no_process(whole: Result, tmp_pat
         [sys.executable, str(tmp_path / "script.py")], start_new_session=True, stderr=subprocess.PIPE, text=True
     )
     losses = tmp_path / "run" / "losses.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (losses.exists() and losses.stat().st_size):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
-    _, errors = process.communicate(timeout=40)
+    _, errors = process.communicate(timeout=120)
     assert "InterruptedRun: stopped after step" in errors
     *_, checkpoint = all_checkpoints(tmp_path / "run" / "checkpoints")
     assert int(checkpoint.name.removeprefix("step-")) > 0
@@ -174,7 +179,7 @@ def test_ctrl_c_writes_a_checkpoint_and_leaves_no_process(whole: Result, tmp_pat
 
 
 def _alive_in_group(group: int) -> bool:
-    deadline = time.monotonic() + 10  # Python's own resource tracker takes a moment to notice
+    deadline = time.monotonic() + 60  # Python's own resource tracker takes a moment to notice
     while time.monotonic() < deadline:
         try:
             os.killpg(group, 0)
