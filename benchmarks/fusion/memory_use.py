@@ -79,8 +79,8 @@ class PretendedMemory(TorchDispatchMode):
 
 
 def grown(array: FusedArray, members: int) -> FusedArray:
-    """An array of `members` times the first of two; the two are used up."""
-    made = array.split([0] * members)
+    """An array of `members` times the first of two, which lose their random streams to it."""
+    made = array._taken([0] * members)
     made.streams = Streams(range(members), array.device)
     return made
 

@@ -416,6 +416,12 @@ class FusedArray:
             raise FusionError(f"members {chosen} are to split off; name each once")
         if not 0 < len(chosen) < len(self):
             raise FusionError(f"{len(chosen)} of {len(self)} members to split off; both arrays need at least one")
+        other = self._taken(chosen)
+        self.drop(chosen)
+        return other
+
+    def _taken(self, chosen: Sequence[int]) -> "FusedArray":
+        """An array of these members, whose random streams are still this one's, too."""
         other = copy.copy(self)
         other.compiled_ways, other._memory = {}, copy.copy(self._memory)
         other.active = self.active[torch.tensor(chosen, device=self.device)].clone()
@@ -429,7 +435,6 @@ class FusedArray:
         made = dict(zip(map(id, self.optimizers), other.optimizers, strict=True))
         other.schedulers = [s.taken(chosen, made[id(s.optimizer)]) for s in self.schedulers]
         other.scalers = [scaler.taken(chosen, parameters, other.active) for scaler in self.scalers]
-        self.drop(chosen)
         return other
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from burstpool.fusion.cumulative import cumulative_norm, cumulative_norms_as_ten
 from burstpool.fusion.plan import Plan
 from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.base import nodes_in, with_members
+from burstpool.fusion.rules.layout import memory_order
 from burstpool.fusion.structure import Operator, check_same_graph, differing_numbers, operators, same_attributes
 from burstpool.model.capture import Capture, capture
 
@@ -41,6 +42,7 @@ class Mode:
         self._plans: dict[Any, Plan] = {}
         self._constants: dict[int, tuple[Any, bool]] = {}
         self._numbers: dict[str, dict[str, PerMember]] | None = None
+        self._memory_orders: dict[str, list[int]] | None = None
 
     def admit(
         self, model: nn.Module, build: Callable[[], nn.Module], *, member: int | None = None, reference: int = 0
@@ -100,6 +102,15 @@ class Mode:
         if self._numbers is None:
             self._numbers = differing_numbers(self._captured, self.operators)
         return self._numbers
+
+    @property
+    def memory_orders(self) -> dict[str, list[int]]:
+        """How each parameter lies alone, where that is not the usual way: channels last, say."""
+        if self._memory_orders is None:
+            parameters = (node for node in self.capture.graph.nodes if node.name in self.capture.parameters)
+            orders = {node.name: memory_order(node.meta["val"]) for node in parameters}
+            self._memory_orders = {name: order for name, order in orders.items() if order is not None}
+        return self._memory_orders
 
     def plan(self, batched_inputs: frozenset[str], key: Any = None) -> Plan:
         """The plan for these inputs being each member's own; `key` tells apart plans with lowerings of their own."""

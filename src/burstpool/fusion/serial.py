@@ -16,7 +16,7 @@ from burstpool.fusion.plan import _REGIONS, _filled, _setting
 from burstpool.fusion.rules import PerMember, Run, bind
 from burstpool.fusion.rules.concurrent import side_by_side
 from burstpool.fusion.rules.fallback import joined
-from burstpool.fusion.rules.layout import in_order, memory_order
+from burstpool.fusion.rules.layout import in_order
 from burstpool.model.segment import memory_chain, written_argument
 
 Numbers = Mapping[str, Mapping[str, PerMember]]
@@ -89,12 +89,8 @@ def member_values(mode: Mode, members: int, values: Mapping[str, Any], batched: 
             columns[name] = [value[i] for i in range(members)]  # written in place: no unbind
         else:
             columns[name] = list(value.unbind(0))
-    orders = {
-        node.name: memory_order(node.meta["val"]) for node in capture.graph.nodes if node.name in capture.parameters
-    }
-    for name, order in orders.items():
-        if order is not None:  # as it lies alone: torch draws masks in that order
-            columns[name] = [in_order(mine, order) for mine in columns[name]]
+    for name, order in mode.memory_orders.items():  # torch draws masks in that order
+        columns[name] = [in_order(mine, order) for mine in columns[name]]
     return [{name: column[i] for name, column in columns.items()} for i in range(members)]
 
 
