@@ -21,7 +21,7 @@ from burstpool.fusion.rules.base import Call, Lowered
 from burstpool.fusion.same import same_function
 from burstpool.fusion.step import RecordedStep
 from burstpool.fusion.verify import verify
-from burstpool.job import load_job
+from burstpool.job import Job, load_job
 
 
 class Net(nn.Module):
@@ -703,6 +703,30 @@ def test_jobs_group_by_model_optimizer_and_batch() -> None:
     grouping = group_jobs([load_job(f"zoo:{name}", settings) for name, settings in names])
     assert grouping.groups == ((0, 1), (2,), (3,))
     assert "batch 8" in grouping.reasons[2]
+
+
+def test_jobs_whose_optimizers_group_parameters_otherwise_are_apart() -> None:
+    """They cannot be one array: its groups are those of all members."""
+
+    def sorted_into(job: Job, sizes: tuple[int, ...]) -> Job:
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            left = iter(parameters)
+            groups = [{"params": [next(left) for _ in range(size)]} for size in sizes]
+            return torch.optim.SGD([*groups, {"params": list(left)}], lr=0.1)
+
+        return dataclasses.replace(job, optimizer=optimizer)
+
+    job = load_job("zoo:tiny_mlp")
+    jobs = [sorted_into(job, sizes) for sizes in ((), (1,), (), (1,), (2,))]
+    grouping = group_jobs(jobs)
+    assert grouping.groups == ((0, 2), (1, 3), (4,))
+    assert "groups of [1," in grouping.reasons[1]
+    for group in grouping.groups:
+        FusedArray.from_job(None, [jobs[index] for index in group])  # type: ignore[arg-type]
+    with pytest.raises(FusionError, match="groups parameters unlike"):
+        FusedArray.from_job(None, jobs)  # type: ignore[arg-type]
+    with pytest.raises(FusionError, match="settings are a list"):
+        FusedArray.from_job("zoo:tiny_mlp", {"lr": [0.1, 0.2]})  # type: ignore[arg-type]
 
 
 def test_a_job_joins_a_group_whose_first_model_has_gone_to_a_device() -> None:

@@ -143,6 +143,8 @@ class FusedArray:
         from burstpool.fusion.jobs import attach
         from burstpool.job import Job, load_job
 
+        if isinstance(settings, Mapping | str) or not isinstance(settings, Iterable):
+            raise FusionError("settings are a list with one dict of hyper-parameters for each member")
         jobs = [job if isinstance(job, Job) else load_job(source, job) for job in settings]
         if not jobs:
             raise FusionError("no settings: pass one dict of hyper-parameters for each member")

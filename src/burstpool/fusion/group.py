@@ -104,7 +104,9 @@ def _candidate(job: "Job", model: nn.Module, batch: int | None) -> "_Candidate":
     schedule = "a schedule" if job.scheduler else "no schedule"
     loss = getattr(job.loss, "__qualname__", type(job.loss).__name__)
     text = f"{' '.join([type(optimizer).__name__, *flags])}, {schedule}, loss {loss}, batch {batch or job.batch}"
-    return _Candidate(model, job.build_model, job.example(batch or job.batch), text, job.loss)
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    groups = tuple(tuple(places.get(id(p), -1) for p in group["params"]) for group in optimizer.param_groups)
+    return _Candidate(model, job.build_model, job.example(batch or job.batch), text, job.loss, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class _Candidate:
     example: Example
     setting: str
     loss: Callable[..., Any] | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Which parameters are in each of the optimizer's groups, by their place in the model."""
 
 
 class _ApartError(FusionError):
@@ -157,6 +161,9 @@ class _Group:
     def _check_setting(self, other: _Candidate) -> None:
         if other.setting != self.first.setting:
             raise FusionError(f"it trains with {other.setting}, the other with {self.first.setting}")
+        if other.groups != self.first.groups:
+            sizes, theirs = ([len(group) for group in one.groups] for one in (other, self.first))
+            raise FusionError(f"its optimizer has groups of {sizes} parameters, the other's of {theirs}, or other ones")
         if self.first.loss and other.loss and not same_function(self.first.loss, other.loss):
             raise FusionError("its loss is not surely the other's: other code, or other values in it")
 
