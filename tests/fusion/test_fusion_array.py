@@ -898,6 +898,8 @@ def test_wrong_arguments_are_refused_in_one_line_and_change_nothing() -> None:
         (lambda: group_models(nets(2), [X]), "1 examples for 2 models"),
         (lambda: array.clip_grad_norm_(["far", 1.0, 2.0]), "are no norms to clip to"),  # type: ignore[list-item]
         (lambda: step(smaller.optimizers[0], F.cross_entropy, X, Y), "not this array's"),
+        (lambda: copy.deepcopy(array), "save array.state_dict"),
+        (lambda: torch.save(array, io.BytesIO()), "save array.state_dict"),
         (lambda: step(array.optimizers[0], F.cross_entropy, X, Y, autocast=True), "pass a type such as"),
     ]
     for call, message in cases:

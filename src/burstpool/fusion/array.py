@@ -153,6 +153,9 @@ class FusedArray:
         attach(array, jobs)
         return array
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FusionError("an array is neither copied nor pickled; save array.state_dict(), and load it into an array")
+
     def __len__(self) -> int:
         return len(self.state.skeletons)
 
@@ -265,7 +268,7 @@ class FusedArray:
     def own(self, made: Any) -> Any:
         """An optimizer or loss scaler of this array, or a refusal of what is not."""
         if not any(made is mine for mine in (*self.optimizers, *self.scalers)):
-            raise FusionError(f"the {type(made).__name__} is not this array's; make it by array.optimizer(…)")
+            raise FusionError(f"the {type(made).__name__} is not this array's; make it by the array that it is for")
         return made
 
     def clip_grad_norm_(self, max_norm: float | Sequence[float | None]) -> Tensor:
@@ -424,7 +427,8 @@ class FusedArray:
 
     def _taken(self, chosen: Sequence[int]) -> "FusedArray":
         """An array of these members, whose random streams are still this one's, too."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other.compiled_ways, other._memory = {}, copy.copy(self._memory)
         other.active = self.active[torch.tensor(chosen, device=self.device)].clone()
         other.state = self.state.taken(chosen)
