@@ -1,5 +1,6 @@
 """A background's code is tried in a process of its own before it runs in the one that drives a GPU."""
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def rehearsed(*, source: str = JOBS, hang_s: float = 60.0, **settings: str) -> N
     rehearsal = Rehearsal(Background(source=source, settings=(settings,)), memory_bytes=256 << 20, hang_s=hang_s)
     try:
         rehearsal.check()
+        assert not multiprocessing.active_children()
     finally:
         rehearsal.close()
 

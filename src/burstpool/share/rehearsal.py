@@ -34,9 +34,13 @@ class Rehearsal:
         self._workers = LocalEngine().start(_rehearse, wanted, num_workers=1, silence_s=hang_s)
 
     def check(self) -> None:
-        """Returns when all went well; raises ShareError with the user's mistake, RunError with what else went wrong."""
+        """Returns when all went well; raises ShareError with the user's mistake, RunError with what else went wrong.
+
+        The process is gone then, also one in which something of the user's goes on.
+        """
         while (results := self._workers.results()) is None:
             self._workers.poll(0.25)
+        self.close()
         if results[0]:
             raise ShareError(results[0])
 
