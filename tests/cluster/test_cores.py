@@ -1,5 +1,6 @@
 """Cores of CPU workers: each its own, given back when a worker ends."""
 
+import contextlib
 import multiprocessing
 import os
 import statistics
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from burstpool.cluster import cores
 from burstpool.cluster.cores import claim_core, let_gloo_run
 from burstpool.cluster.detect import num_cores
 from burstpool.cluster.measure import run_workers
@@ -21,7 +23,14 @@ pytestmark = [
 ]
 
 
+def _apart_from_others() -> None:
+    """In a process of a test: what else runs on this machine neither takes its cores nor hurries it."""
+    cores._CLAIM = f"burstpool-test-{os.getppid()}-core-"
+    cores._NAMING_S = 60.0
+
+
 def _claim(pipe: Connection, num_workers: int) -> None:
+    _apart_from_others()
     pipe.send((claim_core(num_workers=num_workers), os.sched_getaffinity(0)))
     pipe.recv()
 
@@ -46,10 +55,10 @@ def _claimed(*, num_processes: int, num_workers: int) -> list[tuple[int | None, 
 def test_workers_at_the_same_time_get_different_cores_and_later_ones_get_them_again() -> None:
     for _ in range(2):
         claimed = _claimed(num_processes=2, num_workers=2)
-        cores = [core for core, _ in claimed]
-        assert None not in cores
-        assert len(set(cores)) == 2
-        assert [allowed for _, allowed in claimed] == [{core} for core in cores]
+        found = [core for core, _ in claimed]
+        assert None not in found
+        assert len(set(found)) == 2
+        assert [allowed for _, allowed in claimed] == [{core} for core in found]
 
 
 @pytest.mark.parametrize("num_workers", [1, 1_000_000])
@@ -79,6 +88,7 @@ def _policies(pipe: Connection) -> None:
 
     from burstpool.cluster.cores import calm_gloo
 
+    _apart_from_others()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     claim_core(num_workers=2)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,30 +103,55 @@ def _policies(pipe: Connection) -> None:
 
 
 def test_a_message_is_on_its_way_before_its_sender_computes_on(tmp_path: Path) -> None:
-    tries = []
-    for number in range(3):  # other work on the machine may delay any message, but hardly three times
-        with_turn, without = (
-            run_workers(_arrivals, 2, str(tmp_path / f"{number}-{lets}"), lets, what="test", timeout_s=60)[1]
+    tries: list[list[float]] = []
+    for number in range(6):
+        several = [
+            _undisturbed(run_workers(_arrivals, 2, str(tmp_path / f"{number}-{lets}"), lets, what="test", timeout_s=60))
             for lets in (True, False)
-        )
+        ]
+        if min(map(len, several)) < _ENOUGH:
+            continue
         # Without a turn for gloo's thread about half of the messages wait until the sender's time slice ends, some
         # milliseconds: the upper quartile was 5 to 19 times as late in ten tries.
-        tries.append([statistics.quantiles(arrivals, n=4)[2] for arrivals in (with_turn, without)])
+        tries.append([statistics.quantiles(arrivals, n=4)[2] for arrivals in several])
         if tries[-1][0] < 0.5 * tries[-1][1]:
             return
-    pytest.fail(f"upper quartiles in seconds, with a turn and without: {tries}")
+        # What other machines of the same host do is not seen, and may delay any message, but hardly three times.
+        assert len(tries) < 3, f"upper quartiles in seconds, with a turn and without: {tries}"
+    pytest.skip("other processes keep these cores busy")
 
 
-def _arrivals(rank: int, meeting_point: str, lets: bool) -> list[float]:
-    """Rank 1: seconds from when each message was sent until it was there."""
+_ENOUGH = 16
+"""Messages that nothing disturbed, of 40."""
+_DISTURBED_S = 1e-3
+"""What a worker waits for its core where another process has it; for its own threads, a tenth of that."""
+
+
+def _undisturbed(answers: list[list[tuple[float, float]]]) -> list[float]:
+    """Seconds until each message was there, of those for which no other process had either core."""
+    sender, receiver = answers
+    return [
+        arrival_s
+        for (_, waited_s), (arrival_s, also_s) in zip(sender, receiver, strict=True)
+        if max(waited_s, also_s) < _DISTURBED_S
+    ]
+
+
+def _arrivals(rank: int, meeting_point: str, lets: bool) -> list[tuple[float, float]]:
+    """Rank 1: seconds from when each message was sent until it was there. Both: how long they waited for their core.
+
+    Of the sender only the thread that computes counts: that gloo's waits is what is looked at.
+    """
     import torch
     import torch.distributed as dist
 
+    _apart_from_others()
     found = []
     with joined_by_gloo(rank, 2, meeting_point, 60):
         for _ in range(40):
             message = torch.zeros(1, dtype=torch.float64)
             dist.barrier()
+            before_s, arrival_s = _waited_s(all_threads=rank == 1), 0.0
             if rank == 0:
                 _compute(3e-3)  # meanwhile the receiver says that it is ready
                 if lets:
@@ -128,8 +163,19 @@ def _arrivals(rank: int, meeting_point: str, lets: bool) -> list[float]:
                 sent.wait()
             else:
                 dist.recv(message, 0)
-                found.append(time.perf_counter() - message.item())
+                arrival_s = time.perf_counter() - message.item()
+            found.append((arrival_s, _waited_s(all_threads=rank == 1) - before_s))
     return found
+
+
+def _waited_s(*, all_threads: bool) -> float:
+    """For how long this process was ready to run and did not; 0 where the kernel does not say."""
+    tasks = _threads() if all_threads else {os.getpid()}
+    waited_ns = 0
+    for task in tasks:
+        with contextlib.suppress(OSError):
+            waited_ns += int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1])
+    return waited_ns / 1e9
 
 
 def _compute(seconds: float) -> None:

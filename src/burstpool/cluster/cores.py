@@ -23,6 +23,8 @@ from pathlib import Path
 _TASKS = Path("/proc/self/task")
 _LOOP = "gloo_tcp_loop"
 """How gloo calls the thread that reads and writes sockets."""
+_CLAIM = "burstpool-core-"
+"""What a claim is called on this machine, and the core's number."""
 _NAMING_S = 0.5
 """How long new threads are waited for until they have names."""
 _claims: list[socket.socket] = []
@@ -44,7 +46,7 @@ def claim_core(*, num_workers: int) -> int | None:
     for core in cores:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            claim.bind(f"\0burstpool-core-{core}")
+            claim.bind(f"\0{_CLAIM}{core}")
         except OSError:
             claim.close()
             continue
