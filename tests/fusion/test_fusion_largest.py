@@ -185,11 +185,12 @@ def test_a_size_that_does_not_fit_gives_its_memory_back_for_the_next() -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARK / "largest.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_the_largest_array_is_found_between_one_that_trains_and_one_that_runs_out(tmp_path: Path) -> None:
-    done = run("--limit-bytes", "3000000", "--only", "tiny_mlp", "--tries", "6", "--out", str(tmp_path / "out.json"))
+    options = ("--limit-bytes", "3000000", "--only", "tiny_mlp", "--tries", "6", "--seconds", "800")
+    done = run(*options, "--out", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == found["rows"]
@@ -231,7 +232,7 @@ def test_a_bad_option_ends_in_one_line(
 
 def test_a_process_that_failed_is_replaced_and_one_that_ran_out_of_memory_goes_on(tmp_path: Path) -> None:
     crew = Crew(SimpleNamespace(device="cpu", dtype="fp32", limit_bytes=1_000_000, hfta="", log=""), tmp_path)  # type: ignore[arg-type]
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     try:
         worker = crew.take()
         assert worker.ask("tiny_mlp", "ours", 100, until=until)["by_memory"]

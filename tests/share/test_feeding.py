@@ -20,7 +20,7 @@ SOURCE = JobSource(source="zoo:tiny_mlp", settings={})
 
 
 def taken(feeder: Feeder) -> Batch:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while (batch := feeder.take()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -159,12 +159,15 @@ def test_interference_measured_on_this_machine_is_a_whole_table() -> None:
     from burstpool.share.measure_interference import LAYERS, measure_on_cpu
 
     assert set(LAYERS) == set(KINDS)
-    table = measure_on_cpu(kinds=("linear", COMMUNICATION), window_s=0.05)
-    assert [(pair.foreground, pair.background) for pair in table.pairs] == [
-        ("linear", "linear"),
-        (COMMUNICATION, "linear"),
-    ]
-    assert all(pair.slowdown > 0.1 for pair in table.pairs)
+    for window_s in (0.05, 0.25, 0.5):  # other load may fill one that is short, and hardly several
+        table = measure_on_cpu(kinds=("linear", COMMUNICATION), window_s=window_s)
+        assert [(pair.foreground, pair.background) for pair in table.pairs] == [
+            ("linear", "linear"),
+            (COMMUNICATION, "linear"),
+        ]
+        if all(pair.slowdown > 0.1 for pair in table.pairs):
+            return
+    pytest.fail(f"another process does not make a layer ten times as fast: {table.pairs}")
 
 
 @pytest.mark.parametrize(("gpu", "bar"), [("v100", 0.25), ("p100", 0.08), ("k80", 0.08)])

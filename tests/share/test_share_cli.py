@@ -22,7 +22,7 @@ from burstpool.run.torchrun import Silent
 from burstpool.run.trainer import InterruptedRun
 from burstpool.run.worker import Task
 from burstpool.schedule.lower import lower
-from burstpool.share.announce import StepLog
+from burstpool.share.announce import SHARING, StepLog, slowdowns
 from burstpool.share.base import Background, BackgroundOutcome, ShareOutcome, ShareRequest
 from burstpool.share.gate import Gate
 from burstpool.share.gpu import alone_in_a_group
@@ -45,7 +45,10 @@ def first_loss() -> float:
     return loss.item()
 
 
-def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_share_says_in_json_what_came_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burstpool.share.keeper._LEAVE_S", 300.0)  # none is killed for being slow
     words = [
         "share",
         JOBS,
@@ -64,7 +67,10 @@ def test_share_says_in_json_what_came_of_it(tmp_path: Path, capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == len(found["losses"]) == 60
     assert {"slowdown", "slowdown_p95", "background_steps", "background_kept"} <= found.keys()
-    assert found["slowdown"] > 0.5
+    log = StepLog.load(tmp_path / "run" / SHARING)
+    assert len(log.times_s) == 60
+    assert found["slowdown"] == pytest.approx(slowdowns(log)["slowdown"])
+    assert found["slowdown"] > 0
     [array] = found["backgrounds"]
     assert array["state"] == "ended"
     assert len(array["losses"][0]) == 2

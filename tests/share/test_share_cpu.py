@@ -38,6 +38,8 @@ from burstpool.share.preparing import sliced_plan
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 OPTIONS = RunOptions(timeout_s=60, timeline_steps=10)
+STEPS = 400
+"""Half a second: in a tenth of it a busy machine may leave a background no whole step."""
 
 
 def share(folder: Path, *backgrounds: Background, devices: int, steps: int) -> ShareOutcome:
@@ -78,16 +80,19 @@ def array_alone(settings: tuple[dict[str, Any], ...], steps: int, folder: Path) 
     return [report.losses for report in found]
 
 
-def test_foreground_background_and_fused_array_train_as_they_do_alone(tmp_path: Path) -> None:
+def test_foreground_background_and_fused_array_train_as_they_do_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burstpool.share.keeper._LEAVE_S", 300.0)  # none is killed for being slow
     settings = ({"lr": 0.05}, {"lr": 0.01}, {"lr": 0.002})
     found = share(
         tmp_path / "shared",
         Background(source=JOBS, settings=({"lr": 0.02, "hidden": 48},), lowest_priority=False),
         Background(source=JOBS, settings=settings, lowest_priority=False),
         devices=1,
-        steps=60,
+        steps=STEPS,
     )
-    assert list(found.losses) == losses_alone(tmp_path / "alone", devices=1, steps=60)
+    assert list(found.losses) == losses_alone(tmp_path / "alone", devices=1, steps=STEPS)
     single, array = found.backgrounds
     assert single.state == array.state == "ended"
     job = load_job(JOBS, {"lr": 0.02, "hidden": 48})
@@ -120,7 +125,7 @@ def test_a_background_that_is_killed_or_allocates_without_end_fails_alone_after_
     for each in keepers.values():
         each.start()
     for words, each in keepers.items():
-        assert each.join(100)
+        assert each.join(600)
         assert each.kept.state == "failed"
         assert words in each.kept.reason
         assert each.kept.restarts == 1  # failing at the same step again is the end
@@ -135,8 +140,8 @@ def test_a_background_whose_model_cannot_even_be_traced_fails_alone(tmp_path: Pa
     killed, hung = keeper("kill"), keeper("hang")
     killed.start()
     hung.start()
-    assert not killed.wait_until_prepared(60)
-    assert killed.join(1)
+    assert not killed.wait_until_prepared(120)
+    assert killed.join(60)
     assert (killed.kept.state, killed.kept.restarts) == ("failed", 1)
     assert "was killed by SIGKILL" in killed.kept.reason
     wait_for(lambda: hung._doing() == "tracing the model")
@@ -334,15 +339,38 @@ def test_a_worker_that_is_ahead_of_its_device_announces_what_the_device_does(tmp
     assert gate.told_memory() == (3 << 30, 8 << 30)
 
 
-def test_work_that_a_gpu_does_is_counted_by_the_wall_and_when_it_is_done(tmp_path: Path) -> None:
+class _Clock:
+    """Stands in for `time`: it goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1e9
+
+    def time(self) -> float:
+        return self.now_s
+
+    def process_time(self) -> float:
+        return 0.0  # the host waits all the time
+
+    def pass_by(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_work_that_a_gpu_does_is_counted_by_the_wall_and_when_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = _Clock()
+    monkeypatch.setattr("burstpool.share.gate.time", clock)
     gate = Gate.create(tmp_path / "gate")
     gate.count_by_wall()
-    doing = GatedDoing(_Silent(), Gate(tmp_path / "gate"), wait=lambda: time.sleep(0.03))  # what the device still does
+    # What the device still does:
+    doing = GatedDoing(_Silent(), Gate(tmp_path / "gate"), wait=lambda: clock.pass_by(0.03))
     doing.begin_step(0)
     gate.announce(Moment.COMPUTING)
     for words in ("forward a", "forward b", "forward c"):
         doing.say(phrase(words))
-    assert 0.06 < gate.done().overlapped_s < 0.5
+    assert gate.done().overlapped_s == pytest.approx(0.06, abs=1e-6)  # c has only begun
+    clock.pass_by(0.01)
+    assert gate.done().overlapped_s == pytest.approx(0.07, abs=1e-6)
 
 
 class _Attempts(Keeper):
@@ -434,7 +462,7 @@ def test_a_job_that_is_over_says_what_it_was_and_is_not_evicted(
     keeper = _Attempts(tmp_path, attempt)
     assert not keeper.evict("not started")
     keeper.start()
-    assert keeper.join(5)
+    assert keeper.join(60)
     assert not keeper.evict("no memory")
     assert keeper.kept.state == state
     assert keeper.kept.reason.startswith(reason)
@@ -463,7 +491,7 @@ def test_a_process_that_goes_while_it_is_asked_to_leave_raises_nothing(tmp_path:
 
 
 def wait_for(happens: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not happens():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -502,13 +530,17 @@ def test_a_share_that_never_began_gives_its_folder_back_as_it_was(tmp_path: Path
     assert (own.parent / "run.json").exists()
 
 
-def test_both_processes_count_within_one_window() -> None:
-    def layer() -> None:
-        time.sleep(0.005)
+def test_both_processes_count_within_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr("burstpool.share.measure_interference.time", clock)
 
-    late = time.time() - 0.05  # told when half of it was over
-    assert 1 <= count_in_window(layer, late, 0.1) <= 10
-    assert count_in_window(layer, time.time() - 1, 0.1) == 0
+    def layer() -> None:
+        clock.pass_by(0.25)
+
+    assert count_in_window(layer, clock.now_s + 1, 4) == 16  # it runs before, too, but that does not count
+    assert clock.now_s == 1e9 + 5
+    assert count_in_window(layer, clock.now_s - 2, 4) == 8  # told when half of it was over
+    assert count_in_window(layer, clock.now_s - 5, 4) == 0
 
 
 def test_a_measuring_process_that_dies_is_told_and_layers_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,7 +559,7 @@ def test_a_measuring_process_that_dies_is_told_and_layers_are_made_once(monkeypa
         assert _rates([(ours, "linear")], 0.01)[0] > 0
     assert made == ["linear"]
     ours.close()
-    thread.join(5)
+    thread.join(60)
     torch.set_num_threads(threads)
     with pytest.raises(ShareError, match="has died"):
         measure_on_cpu(kinds=["no such layer"], window_s=0.01)

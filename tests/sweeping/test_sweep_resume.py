@@ -26,11 +26,12 @@ JOBS = Path(__file__).with_name("sweep_jobs.py")
 SPACE = {"lr": "log:1e-3..1e0", "momentum": "0.0,0.9", "width": "4,6"}
 OPTIONS = {"search": "asha", "trials": 10, "steps": 54, "first_rung": 6, "array_size": 3, "mode": "rules"}
 RATES = {"lr": [0.1, 0.03, 0.01], "held_out": [False]}
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def start(*words: str) -> "subprocess.Popen[str]":
-    environment = os.environ | {"SWEEP_TEST_SLOW": "0.0004", "OMP_NUM_THREADS": "1"}
+    """So slow that it takes seconds more when it has got to where it is stopped."""
+    environment = os.environ | {"SWEEP_TEST_SLOW": "0.002", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "from burstpool.cli import main; main()", "sweep", *words]
     return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
