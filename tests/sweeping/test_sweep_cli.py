@@ -2,12 +2,20 @@
 
 import io
 import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from burstpool.cli.app import run
+from burstpool.cli.sweep import _table
+from burstpool.sweeping.runner import SweepProgress
+from burstpool.sweeping.trials import Trial
 
 JOBS = str(Path(__file__).with_name("sweep_jobs.py"))
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "digits_mlp.py")
@@ -133,6 +141,51 @@ def test_the_end_says_how_many_of_the_trials_that_are_not_shown_have_failed(
     said = capsys.readouterr().out
     assert "and 2 more, 1 failed" in said
     assert f"Report: {tmp_path / ('a' * 60)}" in said
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_live_table_fits_the_terminal_with_a_line_a_trial(width: int) -> None:
+    trials = tuple(
+        Trial(
+            number=number,
+            settings={"lr": 0.1 / (number + 1), "width": 64},
+            state="failed" if number % 2 else "running",
+            until=900,
+            step=450,
+            loss=1.234e-5,
+            reason="RuntimeError: a long story of what has gone wrong, and where" if number % 2 else "",
+        )
+        for number in range(30)
+    )
+    console = Console(width=width, height=15, record=True, file=io.StringIO(), color_system=None)
+    progress = SweepProgress(
+        trials=trials, num_trials=64, steps=900, samples_per_s=1e6, serial_samples_per_s=1e5, wall_time_s=9.0
+    )
+    console.print(_table(progress, console))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 15
+    assert all(len(line) <= width for line in lines)
+    assert lines[-1].rstrip().endswith("9 s")
+    assert "lr=0.1" in lines[1]
+    assert "running" in lines[1]
+
+
+def test_how_to_go_on_is_said_when_the_table_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def table() -> Iterator[Callable[[SweepProgress], None]]:
+        try:
+            yield lambda progress: signal.raise_signal(signal.SIGINT)
+        finally:
+            sys.stderr.write("the table is wiped out, and what was said below it\n")
+
+    monkeypatch.setattr("burstpool.sweeping.runner._OBSERVE_S", -1.0)
+    monkeypatch.setattr("burstpool.cli.sweep.live_table", table)
+    folder = tmp_path / "my run"
+    assert run(["sweep", EXAMPLE, "--set", "lr=0.1,0.2", "--run-folder", str(folder), *QUICK]) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].endswith(f"go on with: burstpool sweep --resume '{folder}'")
 
 
 def test_optuna_is_asked_for_in_one_line_where_it_is_absent(

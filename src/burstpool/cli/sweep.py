@@ -6,6 +6,7 @@ a page of curves. Ctrl-C writes a checkpoint; `--resume RUN` goes on. `--json` p
 """
 
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 20
 """Of the live table."""
+_NUMBERS = ("step", "loss", "objective")
+_NARROW = 60
+"""Columns below which a table has the last of the numbers alone."""
+_GAP = 2
+"""Blanks between columns."""
 _MOST_REASONS = 5
 _PLAIN_INTERVAL_S = 5.0
 _WHEN_RESUMING = ("source", "resume", "checkpoint_every", "as_json", "help")
@@ -103,12 +109,13 @@ def sweep(
         "resume": resume,
     }
     axes = parse_space(space or [])
-    with live_table() as observer:
-        try:
+    try:
+        with live_table() as observer:
             result = run_sweep(source, axes, observer=observer, **options)
-        except runner.InterruptedSweep as error:
-            print(f"burstpool: {error}; go on with: burstpool sweep --resume {error.folder}", file=sys.stderr)
-            raise
+    except runner.InterruptedSweep as error:  # said when the table is gone, which would wipe it out
+        again = f"burstpool sweep --resume {shlex.quote(str(error.folder))}"
+        print(f"burstpool: {error}; go on with: {again}", file=sys.stderr)
+        raise
     if as_json:
         print(json_line(in_short(result)))
         return
@@ -128,8 +135,9 @@ def live_table() -> "Iterator[Observer]":
     if not sys.stderr.isatty():
         yield _plain()
         return
-    with Live(console=Console(stderr=True), transient=True, refresh_per_second=8) as live:
-        yield lambda progress: live.update(_table(progress))
+    console = Console(stderr=True)
+    with Live(console=console, transient=True, refresh_per_second=8) as live:
+        yield lambda progress: live.update(_table(progress, console))
 
 
 def _plain() -> "Observer":
@@ -151,38 +159,64 @@ def _summary(progress: "SweepProgress") -> str:
         return f"measuring how fast an array of {size} trains; {progress.wall_time_s:.0f} s"
     states = [trial.state for trial in progress.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
-    over = progress.samples_per_s / progress.serial_samples_per_s
-    rate = f"{progress.samples_per_s:,.0f} samples/s, {over:.1f}× one after another (estimated)"
-    return f"{len(states)} of {progress.num_trials} trials: {counts}; {rate}; {progress.wall_time_s:.0f} s"
+    rate = ""
+    if progress.samples_per_s:  # known from the first look at the losses on
+        over = progress.samples_per_s / progress.serial_samples_per_s
+        rate = f"; {progress.samples_per_s:,.0f} samples/s, {over:.1f}× one after another (estimated)"
+    return f"{len(states)} of {progress.num_trials} trials: {counts}{rate}; {progress.wall_time_s:.0f} s"
 
 
-def _table(progress: "SweepProgress") -> Table:
+def _table(progress: "SweepProgress", console: Console) -> Table:
+    """As many trials as fit, a line each; below, how far the sweep is."""
     ordered = sorted(progress.trials, key=lambda trial: (_ORDER[trial.state], trial.value or 0.0, trial.number))
-    table = _trials_table(ordered[:_MOST_ROWS], progress.steps)
-    table.caption = Text(_summary(progress))
+    caption = Text(_summary(progress))
+    most = max(1, min(_MOST_ROWS, console.height - len(caption.wrap(console, console.width)) - 2))
+    table = _trials_table(ordered[:most], progress.steps, width=console.width, short=True)
+    table.caption = caption
     table.caption_justify = "left"
     return table
 
 
-def _trials_table(trials: "list[Trial]", steps: int) -> Table:
+def _trials_table(trials: "list[Trial]", steps: int, *, width: int, short: bool = False) -> Table:
+    """One row a trial, and where `short` one line; a narrow terminal gets no steps and losses."""
+    shown = _NUMBERS[-1:] if width < _NARROW else _NUMBERS
+    rows = [_cells(trial, steps) for trial in trials]
+    words = _limits(rows, shown, width) if short else dict.fromkeys(("settings", "state"))
+    titles = ("trial", "settings", *shown, "state")
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
+    for title in titles:
+        if title in words:
+            overflow: Any = "ellipsis" if short else "fold"
+            table.add_column(title, overflow=overflow, no_wrap=short, max_width=words[title])
+        else:
+            table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(row[title]) for title in titles))
+    return table
+
+
+def _limits(rows: list[dict[str, str]], shown: tuple[str, ...], width: int) -> dict[str, int | None]:
+    """Widths of the columns with words so that each row is one line; settings go before the state's reason."""
+
+    def widest(title: str) -> int:
+        return max(map(len, (title, *(row[title] for row in rows))))
+
+    room = width - sum(map(widest, ("trial", *shown))) - _GAP * (len(shown) + 2)
+    settings = max(len("settings"), min(widest("settings"), room - len("running")))
+    return {"settings": settings, "state": max(len("running"), room - settings)}
+
+
+def _cells(trial: "Trial", steps: int) -> dict[str, str]:
     from burstpool.sweeping.trials import described
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("trial", justify="right", no_wrap=True)
-    table.add_column("settings", overflow="fold")
-    for title in ("step", "loss", "objective"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("state", overflow="fold")
-    for trial in trials:
-        table.add_row(
-            str(trial.number),
-            Text(described(trial.settings)),
-            f"{trial.step}/{steps}",
-            "" if trial.loss is None else f"{trial.loss:.4g}",
-            "" if trial.value is None else f"{trial.value:.4g}",
-            Text(f"{trial.state}: {trial.reason}" if trial.reason else trial.state),
-        )
-    return table
+    return {
+        "trial": str(trial.number),
+        "settings": described(trial.settings),
+        "step": f"{trial.step}/{steps}",
+        "loss": "" if trial.loss is None else f"{trial.loss:.4g}",
+        "objective": "" if trial.value is None else f"{trial.value:.4g}",
+        "state": f"{trial.state}: {trial.reason}" if trial.reason else trial.state,
+    }
 
 
 def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_ROWS, files: bool = True) -> None:
@@ -193,7 +227,7 @@ def show_result(result: "SweepResult", console: Console, *, most: int = _MOST_RO
     ranked = sorted(
         result.trials, key=lambda t: (t.state == "failed", -t.step, t.value if t.value is not None else 0.0)
     )
-    console.print(_trials_table(ranked[:most], result.record.steps))
+    console.print(_trials_table(ranked[:most], result.record.steps, width=console.width))
     if len(ranked) > most:
         failed = sum(trial.state == "failed" for trial in ranked[most:])
         console.print(f"and {len(ranked) - most} more{f', {failed} failed' if failed else ''}", highlight=False)

@@ -164,6 +164,7 @@ class Runner:
         if num_steps == 0:  # it had come to its report, and the array failed in finding the objectives
             self._settle(group)
             return
+        self._observe({})  # the first step may take long, to compile or to measure
         before: dict[str, Any] | None = None
         try:
             before = trial_array.state_dict()
@@ -192,15 +193,19 @@ class Runner:
         def stop() -> bool:
             nonlocal done
             done += 1
-            if self.observer is not None and time.perf_counter() - self._observed_s > _OBSERVE_S:
-                self._observed_s = time.perf_counter()
-                try:
-                    self.observer(self.progress(dict.fromkeys(trial_array.numbers, done)))
-                except Exception as error:  # no trial's fault: raised here, it would be taken for one
-                    self._observer_error = error
+            self._observe(dict.fromkeys(trial_array.numbers, done))
             return interrupts() > 0 or self._observer_error is not None
 
         return stop
+
+    def _observe(self, ahead: dict[int, int]) -> None:
+        if self.observer is None or time.perf_counter() - self._observed_s <= _OBSERVE_S:
+            return
+        self._observed_s = time.perf_counter()
+        try:
+            self.observer(self.progress(ahead))
+        except Exception as error:  # no trial's fault: raised among its steps, it would be taken for one
+            self._observer_error = error
 
     def _take_down(self, trial_array: TrialArray, losses_SM: Tensor) -> None:  # noqa: N803
         self.floor.num_samples += losses_SM.numel() * (self.record.batch or trial_array.jobs[0].batch)
