@@ -55,6 +55,33 @@ class Spoiled(Dataset[Any]):
                     self.hoard.append(torch.ones(4 << 20))
 
 
+class Altered(Spoiled):
+    """The digits times a number, with noise that is drawn as they are loaded."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__("", 0)
+        self.times = times
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return self.times * image + 0.1 * torch.randn_like(image), label
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def altered(times: float = 1.0, lr: float = 0.05, seed: int = 3, batch: int = 20) -> Job:
+    return Job(
+        model=linear,
+        loss=F.cross_entropy,
+        data=Altered(times),
+        optimizer=partial(torch.optim.SGD, lr=lr),
+        batch=batch,
+        seed=seed,
+    )
+
+
 def job(lr: float = 0.05, hidden: int = 32, what: str = "", after: int = 0, batch: int = 20, seed: int = 3) -> Job:
     return Job(
         model=partial(Small, hidden),

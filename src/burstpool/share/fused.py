@@ -1,9 +1,7 @@
 """A fused array as a background job: several settings of one job trained as one, slice by slice.
 
-What a worker process runs, as `run/worker.py` is for a single job. Members share each batch where their seeds agree,
-and get their own where not, in the order in which `run` would give it to each alone. Forward, backward and change of an
-array are one slice each. Data that draws random numbers draws them as it is loaded, so that a resumed array does not
-repeat them exactly.
+What a worker process runs, as `run/worker.py` is for a single job. Each member gets the batches that `run` would give
+it alone; those whose data and seeds agree share them. Forward, backward and change of an array are one slice each.
 """
 
 import os
@@ -14,14 +12,15 @@ from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
 
 from burstpool.engine.base import Place, phrase
 from burstpool.errors import RunError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.jobs import attach
 from burstpool.job import Job, load_job
-from burstpool.run.order import DataOrder, Position
+from burstpool.run.known_data import KnownData
+from burstpool.run.loading import Batches
+from burstpool.run.order import Position
 
 _FORWARD, _BACKWARD, _STEP = (
     phrase("forward of the array"),
@@ -99,20 +98,18 @@ class _Training:
     """An array, its data and how far it has come."""
 
     def __init__(self, array: FusedArray, jobs: Sequence[Job], task: FusedTask) -> None:
-        self.array, self.jobs, self.path, self.autocast = array, jobs, Path(task.checkpoint), task.autocast
+        self.array, self.loss, self.path, self.autocast = array, jobs[0].loss, Path(task.checkpoint), task.autocast
         self.step = 0
         saved = torch.load(self.path, weights_only=True, map_location="cpu") if self.path.exists() else None
-        positions = saved["positions"] if saved else [(0, 0)] * len(jobs)
-        self.orders = [
-            DataOrder(
-                len(job.data),  # type: ignore[arg-type]
-                samples_per_step=job.batch,
-                seed=job.seed,
-                position=Position(epoch=epoch, sample=sample),
-            )
-            for job, (epoch, sample) in zip(jobs, positions, strict=True)
-        ]
-        self.shared = len({job.seed for job in jobs}) == 1
+        known = KnownData()
+        jobs = [known.shared(job) for job in jobs]
+        self._lines = [(id(job.data), job.seed) for job in jobs]
+        """Which batches are each member's."""
+        self._batches = {
+            line: Batches(job, [(0, job.batch)], batch=job.batch) for line, job in zip(self._lines, jobs, strict=True)
+        }
+        for line, (epoch, sample) in zip(self._lines, saved["positions"] if saved else (), strict=bool(saved)):
+            self._batches[line].start_at(Position(epoch=epoch, sample=sample))
         if saved:
             array.load_state_dict(saved["array"])
             self.step = saved["step"]
@@ -121,13 +118,13 @@ class _Training:
         """One step; returns the members' losses."""
         say, array, optimizer = place.doing.say, self.array, self.array.optimizers[0]
         say(_LOADING)
-        inputs, targets = self._batch()
+        inputs, targets, shared = self._batch()
         if array.device.type != "cpu":
             inputs, targets = _moved((inputs, targets), array.device)
         optimizer.zero_grad()
         say(_FORWARD)
         with torch.autocast(array.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-            losses = array.losses(inputs, self.jobs[0].loss, targets, per_member=not self.shared)
+            losses = array.losses(inputs, self.loss, targets, per_member=not shared)
         say(_BACKWARD)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         say(_STEP)
@@ -142,17 +139,14 @@ class _Training:
     def save(self) -> None:
         """Writes the checkpoint whole or not at all."""
         aside = self.path.with_suffix(".new")
-        positions = [(order.position.epoch, order.position.sample) for order in self.orders]
+        positions = [(at.epoch, at.sample) for at in (self._batches[line].position for line in self._lines)]
         torch.save({"array": self.array.state_dict(), "step": self.step, "positions": positions}, aside)
         os.replace(aside, self.path)
 
-    def _batch(self) -> tuple[Any, Any]:
-        if self.shared:
-            taken = [order.take() for order in self.orders]  # all the same; each keeps its place for the checkpoint
-            inputs, targets = default_collate([self.jobs[0].data[int(i)] for i in taken[0]])
-            return inputs, targets
-        batches = [
-            default_collate([job.data[int(i)] for i in order.take()])
-            for job, order in zip(self.jobs, self.orders, strict=True)
-        ]
-        return [inputs for inputs, _ in batches], [targets for _, targets in batches]
+    def _batch(self) -> tuple[Any, Any, bool]:
+        """Inputs and targets of the next step: one batch if all members share it, else one for each."""
+        loaded = {line: batches.load()[0][0] for line, batches in self._batches.items()}
+        each = [loaded[line] for line in self._lines]
+        if len(loaded) == 1:
+            return each[0].inputs, each[0].target, True
+        return [batch.inputs for batch in each], [batch.target for batch in each], False

@@ -6,13 +6,15 @@ to be trained, or the user's mistake in words: a background that cannot be used 
 trained. A foreground is the main thing, and is prepared where it is asked for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from burstpool.engine.base import Place, phrase
-from burstpool.errors import BurstpoolError
-from burstpool.job import load_job
+from burstpool.errors import BurstpoolError, ShareError
+from burstpool.fusion.structure import checked_seeds
+from burstpool.job import Job, load_job
 from burstpool.model.graph import LayerGraph
 from burstpool.plan.plan import Plan, PlannedBlock, even_shares
 from burstpool.run.folder import RunFolder
@@ -75,8 +77,9 @@ def prepare_work(place: Place, wanted: Preparing) -> Task | FusedTask | Mistake:
 
 def _prepared(place: Place, wanted: Preparing) -> Task | FusedTask:
     background = wanted.background
-    job, *_ = [load_job(background.source, settings) for settings in background.settings]
-    if len(background.settings) > 1:
+    job, *others = [load_job(background.source, settings) for settings in background.settings]
+    if others:
+        _check_array([job, *others])
         return FusedTask(
             source=background.source,
             settings=background.settings,
@@ -105,6 +108,15 @@ def _prepared(place: Place, wanted: Preparing) -> Task | FusedTask:
         settings=dict(background.settings[0]),
         options=options,
     )[0]
+
+
+def _check_array(jobs: Sequence[Job]) -> None:
+    """Refuses members that are surely no array; what else cannot be fused is found when the array is made."""
+    if len(batches := sorted({job.batch for job in jobs})) > 1:
+        raise ShareError(
+            f"members of one array have one batch, these have {batches[0]} and {batches[1]}: give each its own --with"
+        )
+    checked_seeds([job.build_model() for job in jobs], [job.seed for job in jobs])
 
 
 def sliced_plan(graph: LayerGraph, *, batch: int, name: str) -> Plan:

@@ -15,7 +15,7 @@ from torch import nn
 from burstpool.fusion.array import Execution
 from burstpool.fusion.group import Groups
 from burstpool.job import Job, make_job
-from burstpool.sweeping.feed import KnownData
+from burstpool.run.known_data import KnownData
 from burstpool.sweeping.folder import ArrayRecord, SweepFolder, SweepRecord, SweepState
 from burstpool.sweeping.policy import View
 from burstpool.sweeping.trial_array import TrialArray
