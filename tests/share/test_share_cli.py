@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,28 @@ def test_losses_that_are_no_numbers_are_null_in_json(
     assert found["backgrounds"][0]["losses"] == [[0.5, None]]
     StepLog(times_s=[0.1, math.nan]).save(tmp_path / "sharing.json")
     assert json.loads((tmp_path / "sharing.json").read_text(), parse_constant=pytest.fail)["times_s"] == [0.1, None]
+
+
+def test_what_jobs_print_is_not_in_the_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noisy(request: ShareRequest, **_: object) -> ShareOutcome:
+        sys.stdout.write("from here\n")
+        sys.stdout.flush()
+        subprocess.run([sys.executable, "-c", "print('from a worker')"], check=True)
+        return ShareOutcome(
+            folder=request.run_folder, losses=(0.1,), step_time_s=0.1, slowdown=1.0, slowdown_p95=None, alone_p95=None,
+            alone_step_s=None, backgrounds=(), timeline=None,
+        )  # fmt: skip
+
+    monkeypatch.setattr("burstpool.share.cpu.share_on_cpu", noisy)
+    words = ["share", JOBS, "--with", JOBS, "--run-folder", str(tmp_path / "run")]
+    assert run([*words, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["loss"] == 0.1
+    assert err.splitlines() == ["from here", "from a worker"]
+    assert run(words) == 0
+    assert capfd.readouterr().out.startswith("from here\nfrom a worker\nForeground: loss 0.1")
 
 
 def test_values_of_settings_make_an_array_and_an_array_is_spread_over_devices() -> None:

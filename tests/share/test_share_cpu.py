@@ -19,6 +19,8 @@ from burstpool.engine.base import Place, phrase
 from burstpool.errors import RunError, ShareError
 from burstpool.job import load_job
 from burstpool.run.even import even_plan
+from burstpool.run.folder import RunFolder
+from burstpool.run.loading import Batches
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import InterruptedRun, train
@@ -34,7 +36,8 @@ from burstpool.share.keeper import Keeper
 from burstpool.share.measure_interference import LAYERS, _rates, _run, count_in_window, measure_on_cpu
 from burstpool.share.memory import MemoryWatch
 from burstpool.share.on_device import WhenReached
-from burstpool.share.preparing import sliced_plan
+from burstpool.share.preparing import Mistake, Preparing, prepare_work, sliced_plan
+from burstpool.share.workers import _started
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 OPTIONS = RunOptions(timeout_s=60, timeline_steps=10)
@@ -67,14 +70,20 @@ class _Silent:
     def say(self, words: bytes) -> None: ...
 
 
-def array_alone(settings: tuple[dict[str, Any], ...], steps: int, folder: Path) -> list[tuple[float, ...]]:
-    found: list[FusedReport] = []
-    place = Place(
+def place_for(report: Callable[[Any], None]) -> Place:
+    return Place(
         rank=0, num_workers=1, host="", port=0, local_rank=0, num_local=1,
-        doing=_Silent(), report=found.append, stop_asked=lambda: False,
+        doing=_Silent(), report=report, stop_asked=lambda: False,
     )  # fmt: skip
+
+
+def array_alone(
+    settings: tuple[dict[str, Any], ...], steps: int, folder: Path, *, source: str = JOBS
+) -> list[tuple[float, ...]]:
+    found: list[FusedReport] = []
+    place = place_for(found.append)
     task = FusedTask(
-        source=JOBS, settings=settings, steps=steps, checkpoint=str(folder / "alone.pt"), checkpoint_every=1000
+        source=source, settings=settings, steps=steps, checkpoint=str(folder / "alone.pt"), checkpoint_every=1000
     )
     fused_work(place, task)
     return [report.losses for report in found]
@@ -109,6 +118,49 @@ def test_foreground_background_and_fused_array_train_as_they_do_alone(
     assert found.background_kept is not None
     assert found.timeline is not None
     assert {event.lane for event in found.timeline.events} >= {"compute"}
+
+
+@pytest.mark.parametrize("other", [{"lr": 0.1}, {"times": 3.0}, {"seed": 4}])
+def test_members_get_the_batches_they_have_alone_also_when_the_array_goes_on(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    settings, source = ({}, other), f"{JOBS}:altered"
+    found = [losses for steps in (25, 45) for losses in array_alone(settings, steps, tmp_path, source=source)]
+    for member, mine in enumerate(settings):
+        job = load_job(source, mine)
+        model, batches = job.build_model(), Batches(job, [(0, job.batch)], batch=job.batch)
+        optimizer = job.optimizer(list(model.parameters()))
+        for step in range(45):
+            [[batch]] = batches.load()
+            loss = job.loss(model(batch.inputs), batch.target)
+            assert found[step][member] == pytest.approx(loss.item(), rel=1e-4)  # sums in another order
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("hidden", (8, 16), "put this one in an array of its own"),
+        ("batch", (10, 20), "members of one array have one batch, these have 10 and 20"),
+    ],
+)
+def test_what_cannot_be_one_array_is_told_before_anything_is_trained(
+    name: str, values: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    wanted = Preparing(
+        background=Background(source=JOBS, settings=tuple({name: value} for value in values)),
+        run=RunFolder(tmp_path / "run"),
+        checkpoint=str(tmp_path / "array.pt"),
+        device="cpu",
+        autocast=None,
+        hang_s=1.0,
+    )
+    found = prepare_work(place_for(pytest.fail), wanted)
+    assert isinstance(found, Mistake)
+    assert message in found.words
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_background_that_is_killed_or_allocates_without_end_fails_alone_after_one_restart(tmp_path: Path) -> None:
@@ -150,6 +202,19 @@ def test_a_background_whose_model_cannot_even_be_traced_fails_alone(tmp_path: Pa
     hung.stop()
     assert hung.kept.state == "failed"
     assert hung.kept.reason == "it was not ready when it was asked to end; it was tracing the model"
+
+
+def test_the_foreground_waits_for_all_backgrounds_that_hang_together_not_for_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    clock = Mock(monotonic=lambda: now_s[0], sleep=lambda s: now_s.__setitem__(0, now_s[0] + 100 * s))
+    monkeypatch.setattr("burstpool.share.workers.time", clock)
+    done = Mock(steps=0)
+    keepers = [Mock(**{"kept.state": "running", "gate.done.return_value": done}) for _ in range(4)]
+    assert _started(keepers) == [None] * 4
+    assert now_s[0] < 60 + 3 * 10 + 1
+    assert all(keeper.gate.close.called for keeper in keepers)
 
 
 def test_unknown_device_is_refused() -> None:

@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 
 from burstpool.artifact import json_line
+from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.errors import RunError, ShareError
 
@@ -81,33 +82,34 @@ def share(
         raise ShareError(f"--autocast {autocast} cannot be shared with; pass bf16, or leave it out")
     harmless = interference is not None and InterferenceTable.load(interference).harmless_in_reduce()
     budget, implementation = Budget(slowdown=slowdown, harmless_in_reduce=harmless), find(device)
-    given = parse_settings(settings or [])
-    job = load_job(foreground, given)
-    found, inputs = _plan(job, plan, devices, batch)
-    wanted = [replace(background(words, memory), lowest_priority=lowest_priority) for words in backgrounds]
-    request = ShareRequest(
-        foreground=foreground,
-        settings=given,
-        plan=found,
-        steps=steps,
-        backgrounds=tuple(spread(wanted, len(found.devices))),
-        budget=budget,
-        options=RunOptions(device="cuda" if device == "cuda" else "cpu", autocast="bf16" if autocast else None),
-        run_folder=run_folder or new_run_path(job.name, Path("runs")),
-        inputs=inputs,
-        gaps=known_gaps(found, inputs),
-    )
-    with _progress(job.name) as observer:
-        try:
-            outcome = implementation(request, observer=observer)
-        except InterruptedRun as error:
-            print(f"burstpool: {error}; what it has learnt is in {error.folder}", file=sys.stderr)
-            raise
-        except KeyboardInterrupt:
-            has_run = RunFolder(request.run_folder).record.exists()
-            what = f"what it has learnt is in {request.run_folder}" if has_run else "nothing was trained or written"
-            print(f"burstpool: stopped; {what}", file=sys.stderr)
-            raise
+    with json_alone(as_json):
+        given = parse_settings(settings or [])
+        job = load_job(foreground, given)
+        found, inputs = _plan(job, plan, devices, batch)
+        wanted = [replace(background(words, memory), lowest_priority=lowest_priority) for words in backgrounds]
+        request = ShareRequest(
+            foreground=foreground,
+            settings=given,
+            plan=found,
+            steps=steps,
+            backgrounds=tuple(spread(wanted, len(found.devices))),
+            budget=budget,
+            options=RunOptions(device="cuda" if device == "cuda" else "cpu", autocast="bf16" if autocast else None),
+            run_folder=run_folder or new_run_path(job.name, Path("runs")),
+            inputs=inputs,
+            gaps=known_gaps(found, inputs),
+        )
+        with _progress(job.name) as observer:
+            try:
+                outcome = implementation(request, observer=observer)
+            except InterruptedRun as error:
+                print(f"burstpool: {error}; what it has learnt is in {error.folder}", file=sys.stderr)
+                raise
+            except KeyboardInterrupt:
+                has_run = RunFolder(request.run_folder).record.exists()
+                what = f"what it has learnt is in {request.run_folder}" if has_run else "nothing was trained or written"
+                print(f"burstpool: stopped; {what}", file=sys.stderr)
+                raise
     if as_json:
         print(json_line(in_short(outcome)))
         return

@@ -42,8 +42,9 @@ from burstpool.share.room import FLOOR
 _CALIBRATION_STEPS, _CALIBRATION_S = 20, 2.0
 """A background's own speed is taken from so many steps, or from so much time where they are long."""
 _WARM_UP_STEPS = 3
-_STARTING_S = 60.0
-"""How long a background may take to its first step before it is left out of the calibration."""
+_STARTING_S, _FIRST_STEPS_S = 60.0, 10.0
+"""How long all backgrounds together may take to their first steps before they are left out of the calibration, and each
+of them where others have used that up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,8 @@ def _started(keepers: Sequence[Keeper]) -> list[float | None]:
     deadline_s = time.monotonic() + _STARTING_S
     are_prepared = [keeper.wait_until_prepared(max(deadline_s - time.monotonic(), 0)) for keeper in keepers]
     return [
-        _calibrated(keeper) if is_prepared else None for keeper, is_prepared in zip(keepers, are_prepared, strict=True)
+        _calibrated(keeper, timeout_s=max(deadline_s - time.monotonic(), _FIRST_STEPS_S)) if is_prepared else None
+        for keeper, is_prepared in zip(keepers, are_prepared, strict=True)
     ]
 
 
@@ -256,11 +258,11 @@ def _told_memory(gate: Gate) -> tuple[int, int]:
     return (told[0], int(FLOOR * told[1])) if told is not None else (1, 0)
 
 
-def _calibrated(keeper: Keeper) -> float | None:
+def _calibrated(keeper: Keeper, *, timeout_s: float) -> float | None:
     """Lets a background train alone for a little; seconds a step, None where it does not get so far."""
     keeper.gate.open()
     try:
-        if not _reaches(keeper, _WARM_UP_STEPS, _STARTING_S):
+        if not _reaches(keeper, _WARM_UP_STEPS, timeout_s):
             return None
         begun_s, first = time.monotonic(), keeper.gate.done().steps
         _reaches(keeper, first + _CALIBRATION_STEPS, _CALIBRATION_S)
