@@ -7,7 +7,7 @@ SVG of it. Pure.
 import math
 import statistics
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from burstpool.report.charts import Axis, axis, thinned
 from burstpool.report.draw_charts import WIDTH
@@ -22,13 +22,16 @@ _SMOOTHING = 0.04
 _HEADROOM = 0.15
 """Over the middle of the first losses, as a part of their height: what lies higher is cut off."""
 
+_FAR = 1e6
+"""Times the middle of the first losses: what is larger is as good as that."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLine:
     """One trial's curve."""
 
-    points: tuple[tuple[float, float], ...]
-    """(step, smoothed loss), none outside of the axes."""
+    stretches: tuple[tuple[tuple[float, float], ...], ...]
+    """(step, smoothed loss), none outside of the axes; a curve that leaves the picture comes back as a new stretch."""
     look: str
     """`best`, `done`, `short` (stopped early) or `failed`."""
     title: str
@@ -48,7 +51,13 @@ class Curves:
 
 def trial_curves(contents: SweepContents) -> Curves | None:
     """None where no trial has come to its second step."""
-    smooth = {trial.number: _smoothed(trial.losses, contents) for trial in contents.trials}
+    longest = max((len(trial.losses) for trial in contents.trials), default=1)
+    first_losses = [
+        abs(trial.losses[0]) for trial in contents.trials if trial.losses and math.isfinite(trial.losses[0])
+    ]
+    limit = _FAR * (statistics.median(first_losses) if first_losses else 1.0)
+    widest = round(longest * _SMOOTHING / 2)
+    smooth = {trial.number: _smoothed(trial.losses, widest, limit) for trial in contents.trials}
     drawn = [trial for trial in contents.trials if len(smooth[trial.number]) > 1]
     if not drawn:
         return None
@@ -56,11 +65,12 @@ def trial_curves(contents: SweepContents) -> Curves | None:
     first = statistics.median(smooth[trial.number][0][1] for trial in drawn)
     highest = first + (first - lowest) * _HEADROOM
     inside = {n: [(step, value) for step, value in points if value <= highest] for n, points in smooth.items()}
-    longest = max(len(trial.losses) for trial in drawn)
     ordered = sorted(drawn, key=lambda trial: (trial.number == contents.best, trial.state == "done", trial.number))
     lines = tuple(
         TrialLine(
-            points=thinned(inside[trial.number], _MOST_POINTS), look=_look(trial, contents.best), title=_title(trial)
+            stretches=_stretches(smooth[trial.number], highest),
+            look=_look(trial, contents.best),
+            title=_title(trial),
         )
         for trial in ordered
         if len(inside[trial.number]) > 1
@@ -91,12 +101,21 @@ def curves_picture(curves: Curves, *, caption: str = "") -> tuple[str, float]:
         x = left + curves.steps.place(value) * (right - left)
         parts.append(label(x, bottom + 16, written, class_="faint middle"))
     for drawn in curves.lines:
-        way = "M" + "L".join(place(point) for point in drawn.points)
+        way = "".join("M" + "L".join(place(point) for point in stretch) for stretch in drawn.stretches)
         title = element("title", text_of(drawn.title))
         parts.append(element("path", title, d=way, class_=f"curve trial {drawn.look}"))
     parts.append(label((left + right) / 2, bottom + 34, "step", class_="faint middle"))
     height = bottom + 40
     return picture(*parts, width=WIDTH, height=height, title="training loss of all trials over steps"), height
+
+
+def _stretches(points: list[tuple[float, float]], highest: float) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """The points inside, thinned out, apart where others between them are outside."""
+    left = list(accumulate(value > highest for _, value in points))
+    times_left = {step: count for (step, _), count in zip(points, left, strict=True)}
+    inside = [point for point in points if point[1] <= highest]
+    groups = groupby(thinned(inside, _MOST_POINTS), key=lambda point: times_left[point[0]])
+    return tuple(tuple(group) for _, group in groups)
 
 
 def _look(trial: TrialCurve, best: int | None) -> str:
@@ -110,12 +129,14 @@ def _title(trial: TrialCurve) -> str:
     return f"trial {trial.number}: {trial.name}\n{trial.state}{last}"
 
 
-def _smoothed(losses: tuple[float, ...], contents: SweepContents) -> list[tuple[float, float]]:
-    """The mean of as many points on either side; ends at the first loss that is no number."""
+def _smoothed(losses: tuple[float, ...], widest: int, limit: float) -> list[tuple[float, float]]:
+    """The mean of as many points on either side; ends at the first loss that is no number.
+
+    Losses beyond the limit count as the limit, which is far outside of the picture: in the sums they would wipe out
+    all that come after.
+    """
     finite = losses[: next((place for place, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))]
-    longest = max((len(trial.losses) for trial in contents.trials), default=1)
-    widest = round(longest * _SMOOTHING / 2)
-    sums = list(accumulate(finite, initial=0.0))
+    sums = list(accumulate((min(max(loss, -limit), limit) for loss in finite), initial=0.0))
     found = []
     for place in range(len(finite)):
         reach = min(widest, place, len(finite) - 1 - place)

@@ -12,6 +12,8 @@ from burstpool.report.sweep_contents import SweepContents, TrialCurve
 from burstpool.report.sweep_curves import curves_picture, trial_curves
 from burstpool.report.words import number, runs, seconds
 
+_LONG_CELL = 40
+"""Characters above which a cell of the table is broken into lines."""
 _LOOKS = (("best", "best"), ("trial", "trained to the end"), ("short", "stopped early"), ("failed", "failed"))
 
 
@@ -69,13 +71,17 @@ def _table(contents: SweepContents) -> str:
     names = list(dict.fromkeys(name for trial in contents.trials for name in trial.settings))
     heads = ("trial", *names, "state", "steps", "objective", "training loss")
     rows = [
-        element("tr", *(element("td", text_of(cell)) for cell in _cells(trial, names)))
-        for trial in sorted(contents.trials, key=_rank)
+        element("tr", *(_cell(text) for text in _cells(trial, names))) for trial in sorted(contents.trials, key=_rank)
     ]
     table = element("table", element("thead", element("tr", *(element("th", text_of(h)) for h in heads))), *rows)
     notes = [f"Objective: {contents.objective}, lower is better; the best first among those trained the longest."]
     notes += [f"In an array of their own: trials {runs(trials)}, because {why}." for trials, why in contents.apart[:20]]
     return section("Trials", element("div", table, class_="wide"), notes=notes, long=True)
+
+
+def _cell(text: str) -> str:
+    """One that is long goes over several lines, so that the others stay in sight."""
+    return element("td", text_of(text), class_="long" if len(text) > _LONG_CELL else None)
 
 
 def _rank(trial: TrialCurve) -> tuple[float, float, int]:
