@@ -104,7 +104,7 @@ def _policies(pipe: Connection) -> None:
 
 def test_a_message_is_on_its_way_before_its_sender_computes_on(tmp_path: Path) -> None:
     tries: list[list[float]] = []
-    for number in range(6):
+    for number in range(4):
         several = [
             _undisturbed(run_workers(_arrivals, 2, str(tmp_path / f"{number}-{lets}"), lets, what="test", timeout_s=60))
             for lets in (True, False)
@@ -121,8 +121,8 @@ def test_a_message_is_on_its_way_before_its_sender_computes_on(tmp_path: Path) -
     pytest.skip("other processes keep these cores busy")
 
 
-_ENOUGH = 16
-"""Messages that nothing disturbed, of 40."""
+_ENOUGH = 36
+"""Messages that nothing disturbed, of 40: where many were, those that waited longest are not among the others."""
 _DISTURBED_S = 1e-3
 """What a worker waits for its core where another process has it; for its own threads, a tenth of that."""
 
