@@ -1,6 +1,7 @@
 """What earlier systems got wrong (HFTA, Hydro), each as a test."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -135,3 +136,17 @@ def test_optimizer_state_survives_repacking() -> None:
     assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
     assert after["state"][0]["step"] == 1
     assert after["param_groups"][0]["lr"] == 0.3
+
+
+def test_a_target_of_each_members_own_is_not_taken_for_a_sample() -> None:
+    models = built(lambda seed: nn.Linear(3, 2), 3)
+    x, target = torch.randn(3, 3).double(), torch.randn(3, 2).double()  # as many samples as members
+    array = fuse([copy.deepcopy(model) for model in models], x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that a target is spread
+        losses = array.losses(torch.stack([x] * 3), F.mse_loss, target, per_member=True)
+        wanted = torch.stack([F.mse_loss(model(x), mine) for model, mine in zip(models, target, strict=True)])
+        torch.testing.assert_close(losses, wanted)
+        stacked = torch.randn(3, 3, 2).double()
+        losses = array.losses(x, lambda out: F.mse_loss(out, stacked))
+        torch.testing.assert_close(losses, torch.stack([F.mse_loss(model(x), stacked) for model in models]))

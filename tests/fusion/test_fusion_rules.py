@@ -1,11 +1,14 @@
 """Every operator family: fused gives each member the result, the gradients and the buffers it has alone."""
 
+import copy
 import itertools
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from fusion_alone import assert_same_step
+from fusion_alone import assert_same_step, built
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +16,7 @@ from burstpool.errors import FusionError
 from burstpool.fusion import fuse
 from burstpool.fusion.rules import Run
 from burstpool.fusion.rules.depthwise import depthwise_kernel
+from burstpool.fusion.rules.fallback import without_vmaps_loop
 from burstpool.fusion.rules.window import _touched
 from burstpool.fusion.streams import Streams
 
@@ -457,6 +461,17 @@ def test_embedding_gives_each_member_its_own(options: dict[str, object]) -> None
     assert_same_step(lambda seed: nn.Sequential(nn.Embedding(5, 4, **options), nn.Linear(4, 2)), INDICES)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("mode", ["rules", "serial"])
+def test_rows_of_a_table_are_cut_to_each_members_own_norm(mode: Any) -> None:
+    models = built(lambda seed: nn.Embedding(5, 4, max_norm=0.5 + 0.2 * seed), 3)
+    array = fuse([copy.deepcopy(model) for model in models], INDICES, mode=mode)
+    array(INDICES).square().sum().backward()
+    for index, model in enumerate(models):
+        model(INDICES).square().sum().backward()
+        torch.testing.assert_close(array.member(index).state_dict()["weight"], model.weight, rtol=1e-12, atol=0)
+        torch.testing.assert_close(array.state.parameters["weight"].grad[index], model.weight.grad)  # type: ignore[index]
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding", [None, 2])
 def test_embedding_bag_gives_each_member_its_own(mode: str, padding: int | None) -> None:
@@ -705,3 +720,24 @@ def test_a_sum_over_rows_in_parts_is_the_whole_sum(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(products._summed(g, x), wanted, rtol=0, atol=0)
     monkeypatch.setattr(products, "_parts", lambda g, x: 4)
     torch.testing.assert_close(products._summed(g, x), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_torchs_switch_for_vmap_is_put_back_though_threads_overlap() -> None:
+    inside, may_leave, seen = threading.Event(), threading.Event(), []
+    switch = torch._C._functorch._is_vmap_fallback_enabled
+
+    def second() -> None:
+        with without_vmaps_loop():
+            inside.set()
+            may_leave.wait(60)
+            seen.append(switch())
+
+    assert switch()
+    thread = threading.Thread(target=second)
+    with without_vmaps_loop():
+        thread.start()
+        assert inside.wait(60)
+    may_leave.set()
+    thread.join()
+    assert seen == [False]
+    assert switch()

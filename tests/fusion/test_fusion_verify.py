@@ -339,3 +339,54 @@ def test_verify_sees_wrong_running_statistics(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(RULES, torch.ops.aten.batch_norm, rule)
     with pytest.raises(FusionError, match=r"leaves member 0 another '1.running_mean' than alone"):
         fuse([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(2)], X, verify=True)
+
+
+class Counting(nn.Module):
+    """Writes into a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 2), torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        y: Tensor = self.linear(x) * self.calls
+        return y
+
+
+class TakesAny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, **options: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * options["scale"]
+        return y
+
+
+class WritesData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.mean.data.mul_(0.9).add_(y.detach().mean(0))
+        return y - self.mean
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Counting, r"Counting writes into 'calls', a tensor that is no parameter and no buffer; .*register_buffer"),
+        (TakesAny, r"forward takes 'scale' by \*\*options; name it in forward's signature"),
+        (WritesData, r"as by \.data; use torch\.no_grad\(\)"),
+    ],
+)
+def test_models_that_cannot_be_captured_are_refused_with_what_to_do(
+    build: Callable[[], nn.Module], message: str
+) -> None:
+    example = {"x": torch.randn(3, 4), **({"scale": torch.rand(3, 1)} if build is TakesAny else {})}
+    with pytest.raises(FusionError, match=message):
+        fuse([build(), build()], example)

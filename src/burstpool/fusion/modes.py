@@ -18,6 +18,7 @@ from burstpool.fusion.rules.base import nodes_in, with_members
 from burstpool.fusion.rules.layout import memory_order
 from burstpool.fusion.structure import Operator, check_same_graph, differing_numbers, operators, same_attributes
 from burstpool.model.capture import Capture, capture
+from burstpool.model.segment import memory_chain, written_argument
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -143,12 +144,25 @@ def _captured(model: nn.Module, example: Example, member: int) -> Capture:
     try:
         # A graph is captured when it is first run: whether that is under autocast must make no difference to it.
         with torch.autocast(device.type, enabled=False), cumulative_norms_as_tensors(model):
-            return capture(model, *example)
+            captured = capture(model, *example)
     except TraceError as error:
         advice = ', or pass fallback="modules"'  # which an array does not have
         norm = cumulative_norm(model)
         hint = "" if norm is None else f"; module {norm or 'itself'!r} has momentum=None: give it a number"
         raise FusionError(f"member {member}: {str(error).replace(advice, '')}{hint}") from error
+    _check_constants(captured, model, member)
+    return captured
+
+
+def _check_constants(captured: Capture, model: nn.Module, member: int) -> None:
+    """Refuses a model that writes into a tensor that is no part of its state: members would write into one."""
+    for node in captured.graph.nodes:
+        target = written_argument(node)
+        if target is not None and (name := [*memory_chain(target)][-1].name) in captured.constants:
+            raise FusionError(
+                f"member {member}: {type(model).__name__} writes into {name.removeprefix('c_')!r}, a tensor that is no "
+                "parameter and no buffer; make it a buffer with register_buffer"
+            )
 
 
 def _same_all(first: Sequence[Operator], other: Sequence[Operator]) -> bool:

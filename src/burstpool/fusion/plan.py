@@ -102,7 +102,8 @@ class Plan:
         from burstpool.fusion.concatenation import without_concatenations
         from burstpool.fusion.merge import merged
 
-        outputs, fixed = nodes_in(self.graph.output_node().args[0]), self._anchored | self._promoted
+        outputs = nodes_in(self.graph.output_node().args[0])
+        fixed = self._anchored | self._promoted | self._copied
         steps = merged(self.steps, outputs, fixed, self.batched)
         self.steps = without_concatenations(steps, outputs, fixed, self.batched)
         self._run = None

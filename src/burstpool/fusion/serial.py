@@ -70,8 +70,13 @@ def _is_off(node: fx.Node) -> bool:
 
 def written_inputs(mode: Mode) -> set[str]:
     """Inputs that the model's code writes into: where members share one, each must find it as it was."""
+    return _written(mode) & set(mode.capture.inputs)
+
+
+def _written(mode: Mode) -> set[str]:
+    """Placeholders that the model's code writes into, and operators whose results it writes into."""
     targets = [target for node in mode.capture.graph.nodes if (target := written_argument(node)) is not None]
-    return {list(memory_chain(target))[-1].name for target in targets} & set(mode.capture.inputs)
+    return {list(memory_chain(target))[-1].name for target in targets}
 
 
 def member_values(mode: Mode, members: int, values: Mapping[str, Any], batched: frozenset[str]) -> list[dict[str, Any]]:
@@ -79,18 +84,19 @@ def member_values(mode: Mode, members: int, values: Mapping[str, Any], batched: 
     capture = mode.capture
     own = {*capture.parameters, *capture.buffers, *batched}
     own |= {name for place, name in enumerate(capture.constants) if mode.constant(place)[1]}
-    columns, written = {}, written_inputs(mode)
+    columns, written = {}, _written(mode)
     for name, value in values.items():
         if name in written and name not in own:
             columns[name] = [*(value.clone() for _ in range(members - 1)), value]
         elif name not in own:
             columns[name] = [value] * members
-        elif name in capture.buffers:
+        elif name in capture.buffers or name in written:
             columns[name] = [value[i] for i in range(members)]  # written in place: no unbind
         else:
             columns[name] = list(value.unbind(0))
-    for name, order in mode.memory_orders.items():  # torch draws masks in that order
-        columns[name] = [in_order(mine, order) for mine in columns[name]]
+    for name, order in mode.memory_orders.items():
+        if name not in written:  # as it lies alone: torch draws masks in that order
+            columns[name] = [in_order(mine, order) for mine in columns[name]]
     return [{name: column[i] for name, column in columns.items()} for i in range(members)]
 
 

@@ -160,10 +160,15 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     def open_batch(leaf: Any) -> Any:
         return {0: torch.export.Dim.DYNAMIC} if _is_batched(leaf, batch) else None
 
+    signature = inspect.signature(model.forward)
     try:
-        named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        named = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TraceError(f"{type(model).__name__}.forward does not take this example: {error}") from None
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and parameter.name in named:  # torch.export loses count
+            what = f"forward takes {', '.join(map(repr, named[parameter.name]))} by **{parameter.name}"
+            raise TraceError(_message(model, "", what, "name it in forward's signature, or leave it out"))
     shapes = {name: pytree.tree_map(open_batch, value) for name, value in named.items()}
     try:
         with kept(model), _silence(), _own_backwards() as functions:
@@ -314,6 +319,9 @@ def _explain(error: Exception, model: nn.Module) -> str:
     if "DataDependent" in kind or "data-dependent" in text or "_local_scalar_dense" in text:
         what = "the code branches on, or sizes something by, a value inside a tensor"
         change = "use torch.where, masks or torch.cond instead"
+    elif "fake tensor in the exported program constant" in text:
+        what = "a tensor leaves what can be traced, as by .data"
+        change = "use torch.no_grad() or .detach() instead"
     else:
         first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
         what, change = f"{kind}: {first[:200]}", "rewrite that line with tensor operations"

@@ -6,6 +6,7 @@ slow loop of its own, runs in our loop. Random operators always do, each member 
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,16 +72,30 @@ def _vmap_problem(call: Call) -> str | None:
     return None
 
 
+class _Inside:
+    """How many are inside of `without_vmaps_loop`, in all threads: torch has one switch for all of them."""
+
+    lock = threading.Lock()
+    count = 0
+    before = True
+
+
 @contextlib.contextmanager
 def without_vmaps_loop() -> Iterator[None]:
     """vmap refuses what it has no rule for, instead of a loop and a warning on standard error at each call."""
     functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)
+    with _Inside.lock:
+        if _Inside.count == 0:
+            _Inside.before = functorch._is_vmap_fallback_enabled()
+            functorch._set_vmap_fallback_enabled(False)
+        _Inside.count += 1
     try:
         yield
     finally:
-        functorch._set_vmap_fallback_enabled(before)
+        with _Inside.lock:
+            _Inside.count -= 1
+            if _Inside.count == 0:
+                functorch._set_vmap_fallback_enabled(_Inside.before)
 
 
 def _trial(value: Any, call: Call) -> Any:
