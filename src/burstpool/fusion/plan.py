@@ -3,7 +3,8 @@
 Takes a graph, which of its placeholders are batched, and the numbers members differ in. Returns a `Plan`: what runs
 for each operator (see `rules/`), and the function made of it. In-place operators stay in place; where they write
 members' values into a tensor that all share, that tensor gets the member dimension; where an older view of the
-memory is read afterwards, the memory is made contiguous first, so that views of it stay views.
+memory is read afterwards, each member's part is first laid as it is alone, so that views of it stay views; and what
+is a copy alone (`contiguous`, `reshape`) is one here where it or its source is written to.
 """
 
 import math
