@@ -17,6 +17,8 @@ class Simulated:
     """Steps of several kinds that come in turns, each so many times `alone_s`."""
     noise: float = 0.01
     cost: Callable[[int], float] = lambda step: 0.5
+    hiccups: float = 0.0
+    """Share of the steps that take ten times as long, by themselves."""
     heavy: float = 0.0
     """Share of the shared steps in which the interference is ten times as much."""
     gap_s: float = 0.0
@@ -44,6 +46,7 @@ class Simulated:
             added_s = self.cost(step) * overlapped_s * (10 if draw.random() < self.heavy else 1)
             added_s += self.gap_cost * in_gaps_s + max(in_gaps_s - self.gap_s, 0.0)
             own_s = kind * alone_s * max(draw.gauss(1, self.noise), 0.5)
+            own_s *= 10 if self.hiccups and draw.random() < self.hiccups else 1
             time_s = own_s + added_s
             controller.observe(StepTaken(time_s=time_s, overlapped_s=overlapped_s, in_gaps_s=in_gaps_s))
             self.slowdowns.append(time_s / alone_s)

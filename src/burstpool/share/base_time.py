@@ -31,6 +31,9 @@ _FLOOR = 1e-4
 """Noise below, relative to the step, is taken for this much: a handful of equal samples proves no silence."""
 _MANY = 20
 """Alone steps from which on long ones are taken for the foreground's own, and not for hiccups."""
+_VAGUE = 0.08
+"""Error of the mean, relative to it, from which on they are hiccups after all: a handful of very long steps does not
+tell how frequent they are, and a base that is too long by chance would break the promise."""
 _LINE = 8
 """Alone steps that a line is drawn through at least; that many of the newest bound it where it rises."""
 _STRAIGHT = 0.8
@@ -163,7 +166,9 @@ class BaseTime:
         count = len(self._samples)
         if not count:
             return
-        clipped = self._without_hiccups()
+        clipped = self._without_hiccups(kinds=count >= _MANY)
+        if count >= _MANY and _error_of_mean(clipped) > _VAGUE:
+            clipped = self._without_hiccups(kinds=False)
         self._slope_s = _slope([step for step, _ in self._samples], clipped)
         clipped = self._levelled(clipped)
         self._ordered = sorted(self._levelled([time_s for _, time_s in self._samples]))
@@ -185,17 +190,17 @@ class BaseTime:
         place = math.floor(0.95 * (count - 1))
         p95, below = ordered[place], ordered[max(place - round(1.5 * math.sqrt(0.0475 * count)), 0)]
         several_kinds = self.own_p95 > ordered[-1] + 0.3 * self.noise  # no step is as long as noise would have it
-        self.own_p95 = p95 if several_kinds else max(self.own_p95, p95)
+        self.own_p95 = p95 if several_kinds else min(max(self.own_p95, p95), ordered[-1])
         self.p95_error = min(self.p95_error, p95 - below)
 
-    def _without_hiccups(self) -> list[float]:
-        """The samples in their order, single long ones cut."""
+    def _without_hiccups(self, *, kinds: bool) -> list[float]:
+        """The samples in their order, long ones cut: single ones, or all where there are no `kinds` of steps."""
         times = [time_s for _, time_s in self._samples]
         ordered, count = sorted(times), len(times)
         middle_s = median(ordered)
         usual = 4 * (max(_spread(ordered) / middle_s, _FLOOR) if count >= 3 else 0.02)
         high = middle_s * (1 + usual)
-        if count >= _MANY:
+        if kinds:
             high = max(high, 1.5 * middle_s, ordered[-3])
         return [min(x, high) for x in times]
 
@@ -220,6 +225,11 @@ def _ranks_apart(older: Sequence[float], recent: Sequence[float]) -> bool:
     standard_error = math.sqrt(pairs * (len(older) + len(recent) + 1) / 12)
     most = 0.5 * pairs / standard_error  # of few samples even all ranks say no more
     return abs(above - 0.5 * pairs) / standard_error >= min(_RANKS_APART, 0.9 * most)
+
+
+def _error_of_mean(times: Sequence[float]) -> float:
+    """Relative to it, by the differences of the samples or of batches."""
+    return min(stdev(times) / math.sqrt(len(times)), _error_by_batches(times)) / fmean(times)
 
 
 def _error_by_batches(times: Sequence[float]) -> float:
