@@ -27,7 +27,7 @@ from burstpool.run.trainer import InterruptedRun, train
 from burstpool.share.announce import Announcer, Pace, StepLog, p95, slowdowns
 from burstpool.share.base import Background, ShareOutcome, ShareRequest, find, refuse_used
 from burstpool.share.budget import Allowance, Budget, Moment
-from burstpool.share.claim import claimed
+from burstpool.share.claim import claimed, gate_folder
 from burstpool.share.cpu import share_on_cpu
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gate import Gate
@@ -280,6 +280,19 @@ def test_a_background_that_is_gone_leaves_its_part_to_the_others_of_its_device(t
     work_s = gates[1].end_slice()
     allowed()
     assert pace.log.overlapped_s[-1] == pytest.approx(work_s)  # on the one device that has company
+
+
+def test_a_slowdown_is_told_from_the_first_shared_step_on(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path / "gate")
+    pace = Pace(Budget(), (), [[gate]])
+    for step in range(5):
+        pace.begin(step)
+    assert gate.told() == (0, 0)  # the first steps are long, and measure the base
+    gate.begin_slice(Moment.COMPUTING)
+    torch.ones(300, 300) @ torch.ones(300, 300)
+    gate.end_slice()
+    pace.begin(5)
+    assert gate.told() == (pace._controller.alone_s, pace.log.times_s[-1])
 
 
 def test_a_small_allowance_adds_up_to_a_slice_now_and_then(tmp_path: Path) -> None:
@@ -593,6 +606,17 @@ def test_a_share_that_never_began_gives_its_folder_back_as_it_was(tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         stopped(own.parent, has_begun=True)
     assert (own.parent / "run.json").exists()
+
+
+def test_gates_of_a_killed_command_go_with_the_next_one_and_those_of_a_live_one_stay(tmp_path: Path) -> None:
+    left, other = tmp_path / "burstpool-share-left", tmp_path / "burstpool-share-other"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "gate-0").write_bytes(b"")
+    (left / "owner").write_bytes(b"")  # nobody holds it
+    with gate_folder(str(tmp_path)) as first, gate_folder(str(tmp_path)) as second:
+        assert sorted(tmp_path.iterdir()) == sorted([first, second, other])  # one without an owner is not ours to judge
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_both_processes_count_within_one_window(monkeypatch: pytest.MonkeyPatch) -> None:

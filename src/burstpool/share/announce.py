@@ -109,8 +109,9 @@ class Pace:
         for gate in self._all:
             log.background_steps[str(gate.path)] = gate.done().steps - self._counts[str(gate.path)]
         self._before, self._begun_s = work, None
-        self._recent_s.append(taken.time_s)
-        if (alone_s := self._controller.alone_s) is not None:
+        if self._recent_s or not log.alone[-1]:  # before the first shared step there is no slowdown to tell of
+            self._recent_s.append(taken.time_s)
+        if self._recent_s and (alone_s := self._controller.alone_s) is not None:
             for gate in self._all[:1]:
                 gate.tell(alone_s=alone_s, recent_s=sum(self._recent_s) / len(self._recent_s))
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from burstpool.engine.base import Place
@@ -31,7 +30,7 @@ from burstpool.schedule.actions import Kind
 from burstpool.share.announce import SHARING, Announcer, Pace, StepLog, slowdowns
 from burstpool.share.base import BACKGROUND, BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_fp16
 from burstpool.share.budget import Budget, Gap
-from burstpool.share.claim import claimed, terminable
+from burstpool.share.claim import claimed, gate_folder, terminable
 from burstpool.share.gate import Gate
 from burstpool.share.keeper import Keeper
 from burstpool.share.memory import MemoryWatch, available_bytes, reserve_bytes
@@ -141,14 +140,14 @@ def share_among_workers(
     with (
         terminable(),
         claimed(request.run_folder) as begin,
-        TemporaryDirectory(prefix="burstpool-share-", dir=_shared_memory()) as name,
+        gate_folder(_shared_memory()) as folder,
     ):
         # First, so that a foreground that cannot be trained is told of before anything else is.
         task, start = prepare_foreground(request)
-        with _kept(request, Path(name)) as kept:
+        with _kept(request, folder) as kept:
             alone_s = _started(kept)
             begin()
-            engine = SharingEngine(request, _gates(request, kept), Path(name) / SHARING)
+            engine = SharingEngine(request, _gates(request, kept), folder / SHARING)
             result = run_prepared(task, start, engine=engine, observer=_observer(observer, kept))
             return _what_came(request, result, engine, kept, alone_s)
 
