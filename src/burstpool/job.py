@@ -13,7 +13,7 @@ import random
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,8 +119,13 @@ def load_job(source: str | os.PathLike[str], settings: Mapping[str, Any] | None 
 
     Values may be strings, as `--set` gives them, or already of the annotated type.
     """
+    return load_jobs(source, [settings or {}])[0]
+
+
+def load_jobs(source: str | os.PathLike[str], several: Sequence[Mapping[str, Any]]) -> list[Job]:
+    """A job with each of several hyper-parameters; of one import, so that what is alike in them is known for it."""
     name, function = job_function(source)
-    return make_job(function, settings or {}, source=str(source), name=name)
+    return [make_job(function, settings, source=str(source), name=name) for settings in several]
 
 
 def job_function(source: str | os.PathLike[str]) -> tuple[str, Callable[..., Any]]:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from fake_cuda import Clock, FakeFeeder, FakeSteps, Stream, fake_cuda
 
 from burstpool.errors import CaptureError, RunError, ShareError, TraceError
-from burstpool.job import load_job
+from burstpool.job import load_job, load_jobs
 from burstpool.run.even import even_plan
 from burstpool.run.folder import RunFolder
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import InterruptedRun, Start
 from burstpool.share import cuda
-from burstpool.share.array_steps import ArrayStep
+from burstpool.share.array_steps import ArrayStep, check_one_batch
 from burstpool.share.base import Background, ShareOutcome, ShareRequest
 from burstpool.share.budget import Budget
 from burstpool.share.evictions import Memory
@@ -239,3 +239,13 @@ def test_stopped_in_the_run_what_was_learnt_is_kept(
         share((BACK,))
     assert saved == ["foreground", "background"]
     assert (tmp_path / "run" / "losses.jsonl").exists()
+
+
+@pytest.mark.parametrize("other", [{"lr": 0.1}, {"times": 3.0}, {"seed": 4}, {"batch": 10}])
+def test_members_that_would_get_other_samples_alone_are_no_array_on_a_gpu(other: dict[str, Any]) -> None:
+    jobs = load_jobs(f"{JOBS}:altered", [{}, other])
+    if "lr" in other:
+        check_one_batch(jobs)
+        return
+    with pytest.raises(ShareError, match="one seed, one batch and one data set"):
+        check_one_batch(jobs)

@@ -133,7 +133,12 @@ class FusedArray:
 
     @classmethod
     def from_job(
-        cls, source: Any, settings: Sequence[Mapping[str, Any]], *, batch: int | None = None, mode: Execution = "rules"
+        cls,
+        source: Any,
+        settings: "Sequence[Mapping[str, Any] | Job]",
+        *,
+        batch: int | None = None,
+        mode: Execution = "rules",
     ) -> "FusedArray":
         """An array of one job with several hyper-parameters: `from_job("job.py", [{"lr": 0.1}, {"lr": 0.01}])`.
 
@@ -141,13 +146,16 @@ class FusedArray:
         optimizers and schedules are `array.optimizers[0]` and `array.schedulers`, each member with its own numbers.
         """
         from burstpool.fusion.jobs import attach
-        from burstpool.job import Job, load_job
+        from burstpool.job import Job, load_jobs
 
         if isinstance(settings, Mapping | str) or not isinstance(settings, Iterable):
             raise FusionError("settings are a list with one dict of hyper-parameters for each member")
-        jobs = [job if isinstance(job, Job) else load_job(source, job) for job in settings]
-        if not jobs:
+        given = list(settings)
+        if not given:
             raise FusionError("no settings: pass one dict of hyper-parameters for each member")
+        made = all(isinstance(each, Job) for each in given)
+        loaded = iter(() if made else load_jobs(source, [each for each in given if not isinstance(each, Job)]))
+        jobs = [each if isinstance(each, Job) else next(loaded) for each in given]
         example = jobs[0].samples(batch or jobs[0].batch)[0]
         array = cls([job.build_model() for job in jobs], example, seeds=[job.seed for job in jobs], mode=mode)
         attach(array, jobs)

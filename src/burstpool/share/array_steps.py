@@ -24,11 +24,22 @@ from burstpool.fusion.serial import draws
 from burstpool.job import Job
 from burstpool.model.recording import recording
 from burstpool.run.graphs import WARM_UP_STEPS
+from burstpool.run.known_data import KnownData
 from burstpool.run.loading import Batch
 from burstpool.share.graph_steps import times_of_pieces, times_of_steps
 from burstpool.share.kept import kept
 from burstpool.share.moving import Away, give_back, or_else, ran_out
 from burstpool.share.pieces import CutGraph, Cuts, Piece
+
+
+def check_one_batch(jobs: Sequence[Job]) -> None:
+    """Refuses jobs that do not all get the same samples at each step."""
+    known = KnownData()
+    if len({(id(known.shared(job).data), job.seed, job.batch) for job in jobs}) > 1:
+        raise ShareError(
+            "the members of an array in the background share their batches: give them one seed, one batch and one data "
+            "set, which can be pickled so that it is known for one"
+        )
 
 
 class ArrayStep:
@@ -42,10 +53,7 @@ class ArrayStep:
         piece_s: float = math.inf,
         autocast: Literal["bf16"] | None = None,
     ) -> None:
-        if len({(job.seed, job.batch) for job in jobs}) > 1:
-            raise ShareError(
-                "the members of an array in the background share their batches: give them one seed and batch"
-            )
+        check_one_batch(jobs)
         self.jobs, self.stream, self._piece_s, self._autocast = list(jobs), stream, piece_s, autocast
         inputs, _ = jobs[0].samples(jobs[0].batch)
         with torch.cuda.stream(stream):

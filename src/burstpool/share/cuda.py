@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from burstpool.errors import BurstpoolError, CaptureError, RunError, ShareError
+from burstpool.job import load_jobs
 from burstpool.run.checkpoint import held_tensors, save_checkpoint, state_of
 from burstpool.run.export import export_weights
 from burstpool.run.folder import RunFolder, StepLoss
@@ -227,7 +228,7 @@ class _Sharing:
         return process
 
     def _captured(self, beside: _Beside, sources: Sequence[JobSource]) -> BackgroundWork:
-        wanted, jobs = beside.wanted, [source.load() for source in sources]
+        wanted, jobs = beside.wanted, load_jobs(beside.wanted.source, beside.wanted.settings)
         steps: GraphStep | ArrayStep
         with contextlib.ExitStack() as cleaning:
             with memory_cap(wanted.name, self.low.device, self._memory_bytes(wanted)):

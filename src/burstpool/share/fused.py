@@ -17,7 +17,7 @@ from burstpool.engine.base import Place, phrase
 from burstpool.errors import RunError
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.jobs import attach
-from burstpool.job import Job, load_job
+from burstpool.job import Job, load_jobs
 from burstpool.run.known_data import KnownData
 from burstpool.run.loading import Batches
 from burstpool.run.order import Position
@@ -60,14 +60,14 @@ def fused_work(place: Place, task: FusedTask) -> int:
     """Trains the array; returns how many steps it has come."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     place.doing.say(phrase("fusing the array"))
-    jobs = [load_job(task.source, settings) for settings in task.settings]
+    jobs = load_jobs(task.source, task.settings)
     torch.manual_seed(jobs[0].seed)
     if task.device == "cuda":
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         array = _array_on(jobs, device)
     else:
-        array = FusedArray.from_job(task.source, list(task.settings))
+        array = FusedArray.from_job(task.source, jobs)
     training = _Training(array, jobs, task)
     while training.step < task.steps and not place.stop_asked():
         place.doing.begin_step(training.step)

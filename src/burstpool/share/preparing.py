@@ -14,7 +14,7 @@ from typing import Literal
 from burstpool.engine.base import Place, phrase
 from burstpool.errors import BurstpoolError, ShareError
 from burstpool.fusion.structure import checked_seeds
-from burstpool.job import Job, load_job
+from burstpool.job import Job, load_jobs
 from burstpool.model.graph import LayerGraph
 from burstpool.plan.plan import Plan, PlannedBlock, even_shares
 from burstpool.run.folder import RunFolder
@@ -77,7 +77,7 @@ def prepare_work(place: Place, wanted: Preparing) -> Task | FusedTask | Mistake:
 
 def _prepared(place: Place, wanted: Preparing) -> Task | FusedTask:
     background = wanted.background
-    job, *others = [load_job(background.source, settings) for settings in background.settings]
+    job, *others = load_jobs(background.source, background.settings)
     if others:
         _check_array([job, *others])
         return FusedTask(

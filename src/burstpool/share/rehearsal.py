@@ -12,7 +12,7 @@ from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine
 from burstpool.errors import BurstpoolError, ShareError
 from burstpool.fusion.array import FusedArray
-from burstpool.job import Job, load_job
+from burstpool.job import Job, load_jobs
 from burstpool.run.setup import trace_job
 from burstpool.share.base import Background
 from burstpool.share.gated import cap_memory
@@ -60,7 +60,7 @@ def _rehearse(place: Place, wanted: _Rehearsed) -> str:
     cap_memory(wanted.memory_bytes)
     try:
         place.doing.say(LOADING)
-        jobs = [load_job(wanted.background.source, settings) for settings in wanted.background.settings]
+        jobs = load_jobs(wanted.background.source, wanted.background.settings)
         place.doing.say(TRACING)
         _trace(jobs[0], in_array=len(jobs) > 1)
     except BurstpoolError as error:
