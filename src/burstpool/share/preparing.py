@@ -13,7 +13,7 @@ from typing import Literal
 
 from burstpool.engine.base import Place, phrase
 from burstpool.errors import BurstpoolError, ShareError
-from burstpool.fusion.structure import checked_seeds
+from burstpool.fusion.structure import checked_models
 from burstpool.job import Job, load_jobs
 from burstpool.model.graph import LayerGraph
 from burstpool.plan.plan import Plan, PlannedBlock, even_shares
@@ -116,7 +116,7 @@ def _check_array(jobs: Sequence[Job]) -> None:
         raise ShareError(
             f"members of one array have one batch, these have {batches[0]} and {batches[1]}: give each its own --with"
         )
-    checked_seeds([job.build_model() for job in jobs], [job.seed for job in jobs])
+    checked_models(job.build_model() for job in jobs)
 
 
 def sliced_plan(graph: LayerGraph, *, batch: int, name: str) -> Plan:
