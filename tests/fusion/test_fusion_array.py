@@ -981,3 +981,23 @@ def test_a_mode_first_run_under_autocast_still_admits_members_outside_of_it() ->
         assert array.eval()(x).dtype == torch.bfloat16
     array.admit(nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.2)))
     assert array(x).dtype == torch.float32
+
+
+class Laid(nn.Module):
+    """A tensor that is laid anew in some members and not in others, as torch's export may leave it out."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__()
+        self.linear, self.anew = nn.Linear(4, 6).double(), anew
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).view(x.shape[0], 2, 3).transpose(1, 2)
+        return (y.contiguous() if self.anew else y).reshape(x.shape[0], 6).tanh()
+
+
+@pytest.mark.parametrize("mode", ["rules", "serial"])
+@pytest.mark.parametrize("first", [True, False])
+def test_members_that_differ_in_how_a_tensor_lies_are_one_array(first: bool, mode: Any) -> None:
+    models, x = [Laid(first), Laid(not first)], torch.randn(5, 4, dtype=torch.float64)
+    array = fuse(models, x, verify=True, mode=mode)
+    torch.testing.assert_close(array(x), torch.stack([model(x) for model in models]), rtol=1e-12, atol=1e-12)

@@ -120,6 +120,8 @@ class _Member:
         if key in self.numbers:
             args, kwargs = (), {k: _filled(v, known) for k, v in bind(node).items()}
             kwargs.update((name, values.values[self.index]) for name, values in self.numbers[key].items())
+        elif target is torch.ops.aten.view.default:  # a member's tensor may lie otherwise than when it was captured
+            target = torch.ops.aten.reshape.default
         return target(*args, **kwargs)
 
 

@@ -5,6 +5,7 @@ and the same operators on the same shapes; numbers that operators are given (a d
 differ. Raises FusionError that names the member and the first difference.
 """
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from burstpool.errors import FusionError
 from burstpool.fusion.rules import PerMember, bind
 from burstpool.fusion.rules.base import nodes_in
 from burstpool.model.capture import Capture
+from burstpool.model.segment import memory_chain, written_argument
 
 _DEPTH = 6
 """How deep plain attributes are compared; what lies deeper counts as different, which only costs a capture."""
 
+_CONTIGUOUS = torch.ops.aten.contiguous.default
 _PLAIN = (int, float, str, bytes, bool, torch.dtype, torch.device, torch.Size, frozenset, set)
 """Types whose == says all."""
 
@@ -152,14 +155,23 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def operators(capture: Capture) -> list[Operator]:
-    """The captured graph as comparable operators."""
+    """The captured graph as comparable operators.
+
+    Without those that only lay a tensor anew, and that nobody writes to: torch's export leaves them out or not by how
+    another operator happens to lay its result, as attention does with and without dropout.
+    """
     return list(_operators(capture.graph, capture.root, ""))
 
 
 def _operators(graph: fx.Graph, root: nn.Module, prefix: str) -> list[Operator]:
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    found = []
+    place: dict[fx.Node, int] = {}
+    places, found = itertools.count(), []
+    written = {[*memory_chain(into)][-1] for node in graph.nodes if (into := written_argument(node)) is not None}
     for node in graph.nodes:
+        if node.target is _CONTIGUOUS and [*memory_chain(node)][-1] not in written:
+            place[node] = place[node.args[0]]
+            continue
+        place[node] = next(places)
         if node.op == "get_attr":
             inner = getattr(root, str(node.target), None)
             if isinstance(inner, fx.GraphModule):
