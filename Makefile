@@ -10,7 +10,7 @@ READY  := $(VENV)/.ready
 SHARED := $(addprefix tests/,cli run/test_train_cli.py share/test_second_process.py share/test_feeding.py sweeping fusion \
 	model plan report share/test_budget.py share/test_budget_odd_foregrounds.py share/test_gpu_jitter.py \
 	share/test_gpu_loop.py share/test_capabilities.py share/test_kept.py share/test_pieces.py share/test_prices.py share/test_rehearsal.py \
-	share/test_room.py share/test_sharing_benchmark.py share/test_undo.py share/test_width.py \
+	share/test_room.py share/test_share_on_gpu.py share/test_sharing_benchmark.py share/test_undo.py share/test_width.py \
 	cluster/test_catalogue.py cluster/test_cluster_spec.py profiling/test_estimate.py profiling/test_importers.py \
 	profiling/test_profile.py run/test_data_order.py run/test_reshard.py run/test_substitutes.py \
 	test_artifact.py test_data.py test_job.py) \
