@@ -49,6 +49,7 @@ def test_train_writes_a_run_folder_and_says_what_came_of_it(
     job_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path(job_file).write_text(f"{JOB}print('a job may print; who reads --json does not see it')")
     words = ("--devices", "1", "--no-measure", "--batch", "16", "--set", "lr=0.1", "--json")
     short = json.loads(_call(job_file, "--steps", "12", *words))
     assert short["steps"] == 12

@@ -23,8 +23,9 @@ QUICK = ("--array-size", "2", "--mode", "rules")
 
 
 def test_json_has_all_that_scripts_want(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    words = ["sweep", EXAMPLE, "--set", "lr=0.1,1e30,0.01", "--steps", "12", "--run-folder", str(folder), "--json"]
+    folder, job = tmp_path / "run", tmp_path / "job.py"
+    job.write_text(f"print('a job may print')\n{Path(EXAMPLE).read_text()}")
+    words = ["sweep", str(job), "--set", "lr=0.1,1e30,0.01", "--steps", "12", "--run-folder", str(folder), "--json"]
     assert run([*words, *QUICK]) == 0
     out = json.loads(capsys.readouterr().out)
     assert [trial["state"] for trial in out["trials"]] == ["done", "failed", "done"]

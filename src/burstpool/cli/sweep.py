@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burstpool.artifact import json_line
+from burstpool.cli.json_alone import json_alone
 from burstpool.cli.show import seconds
 from burstpool.errors import RunError
 from burstpool.report.words import runs
@@ -110,7 +111,7 @@ def sweep(
     }
     axes = parse_space(space or [])
     try:
-        with live_table() as observer:
+        with json_alone(as_json), live_table() as observer:
             result = run_sweep(source, axes, observer=observer, **options)
     except runner.InterruptedSweep as error:  # said when the table is gone, which would wipe it out
         again = f"burstpool sweep --resume {shlex.quote(str(error.folder))}"

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from burstpool.artifact import json_line
+from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds
 from burstpool.errors import RunError
@@ -74,8 +75,9 @@ def train(
     from burstpool.run import trainer
 
     given = parse_settings(settings or [])
-    job = load_job(source, given)
-    found, inputs = _plan(job, plan, devices, resume, batch, options, measure=measure)
+    with json_alone(as_json):
+        job = load_job(source, given)
+        found, inputs = _plan(job, plan, devices, resume, batch, options, measure=measure)
     if minibatches > 1 and plan is not None:
         raise RunError("--minibatches goes with --devices; a plan file says how many minibatches a step has")
     if minibatches > 1:
@@ -92,7 +94,7 @@ def train(
         _, start = trainer.prepare(source, found, **common)
         print(f"torchrun --nproc-per-node {found.num_devices} -m burstpool.run.worker {start.folder.path}")
         return
-    with _progress(job.name) as observer:
+    with json_alone(as_json), _progress(job.name) as observer:
         try:
             result = trainer.train(source, found, observer=observer, **common)
         except trainer.InterruptedRun as error:

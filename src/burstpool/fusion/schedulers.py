@@ -77,7 +77,7 @@ class ArrayScheduler:
 
     def get_last_lr(self) -> list[float]:
         """Each member's learning rate, of the first group."""
-        return [float(proxy.param_groups[0]["lr"]) for proxy in self.optimizer.proxies]
+        return self.optimizer.lr
 
     def taken(self, indices: Sequence[int], optimizer: ArrayOptimizer) -> "ArrayScheduler":
         """The schedules of these members, which go with the given optimizer; they leave this one."""
