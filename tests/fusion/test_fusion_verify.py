@@ -129,6 +129,38 @@ def test_verify_takes_what_differs_by_rounding_only(monkeypatch: pytest.MonkeyPa
         fuse([Warming(), Warming()], X, verify=True)
 
 
+class SingleOnly(nn.Module):
+    """Makes much of the last digit, and has no form in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise TypeError("in single precision only")
+        return (2e3 * self.inner(x)).sin()
+
+
+@pytest.mark.parametrize(("factor", "is_rounding"), [(1 + 4e-7, True), (1.01, False)])
+def test_of_a_module_without_double_precision_verify_takes_what_other_last_digits_change(
+    factor: float, is_rounding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = nn.Linear.forward
+
+    def other(self: nn.Linear, x: Tensor) -> Tensor:
+        """As if a GPU used another kernel once the graph is captured."""
+        return exact(self, x) * factor
+
+    array = fuse([SingleOnly(), SingleOnly()], X)
+    monkeypatch.setattr(nn.Linear, "forward", other)
+    if is_rounding:
+        array.verify()
+    else:
+        with pytest.raises(FusionError, match="member 0's own module gives another output"):
+            array.verify()
+
+
 def test_verify_takes_hooks_that_change_nothing() -> None:
     seen: list[Any] = []
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
