@@ -1,17 +1,20 @@
 """A background job beside a foreground on this machine's cores: what each way of sharing costs and keeps.
 
     python benchmarks/sharing/cpu.py [--foreground zoo:tiny_vgg] [--steps 300]
+    python benchmarks/sharing/cpu.py --seconds 60
     python benchmarks/sharing/cpu.py --ways "ours 1.10" --devices 4 --background 'zoo:tiny_mlp lr=0.1,0.03,0.01,0.003'
 
 Ways: `two processes`, both of one priority; `niced`, the background at the lowest priority and ungated; `ours B`, gated
 by the controller at budget B and at the lowest priority; `controller B`, gated only; `no background`, sharing on with a
 gate at which nobody waits, for its overhead.
 Slowdowns are over steps alone: of ours those that ran alone in between, of the others a run alone before and one after,
-since this machine drifts. Prints one JSON line a way.
+since this machine drifts. One step in 25 of ours runs alone, so that their p95 is known from some hundred steps on:
+a minute's lines have them. Prints one JSON line a way.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -49,6 +52,14 @@ def steps_alone(arguments: argparse.Namespace, plan: Plan, folder: Path, engine:
         settings=dict(pair.split("=") for pair in arguments.set),
     )  # fmt: skip
     return [loss.step_time_s for loss in result.losses][WARM_UP:]
+
+
+def steps_in(arguments: argparse.Namespace, plan: Plan) -> int:
+    """How many steps take `--seconds`."""
+    with tempfile.TemporaryDirectory(prefix="burstpool-sharing-") as folder:
+        tried = argparse.Namespace(**{**vars(arguments), "steps": 100})
+        times = steps_alone(tried, plan, Path(folder) / "tried")
+    return max(math.ceil(arguments.seconds * len(times) / sum(times)), 2 * WARM_UP)
 
 
 @contextmanager
@@ -148,6 +159,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--plan", type=Path, default=None)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=None, help="instead of --steps: as many as take so long alone")
     parser.add_argument("--cores", type=int, default=None, help="keep all processes to so many cores")
     parser.add_argument("--ways", default="two processes,niced,ours 1.05,ours 1.10,ours 1.20,no background")
     arguments = parser.parse_args()
@@ -161,6 +173,8 @@ def main() -> None:
     else:
         graph = trace_job(job).graph
         plan = even_plan(graph, num_devices=arguments.devices, batch=arguments.batch or job.batch, name=job.name)
+    if arguments.seconds is not None:
+        arguments.steps = steps_in(arguments, plan)
     for way in arguments.ways.split(","):
         lowest = way.split()[0] not in ("two", "controller")
         one = parse_background(arguments.background)
@@ -177,7 +191,7 @@ def main() -> None:
         if "kept" in found:
             found["sum_of_shares"] = 1 / found["slowdown"] + (found["kept"] or 0.0)
         rounded = {key: value if value is None else round(value, 3) for key, value in found.items()}
-        sys.stdout.write(json.dumps({"way": way} | rounded) + "\n")
+        sys.stdout.write(json.dumps({"way": way, "steps": arguments.steps} | rounded) + "\n")
         sys.stdout.flush()
 
 
