@@ -1,6 +1,7 @@
 """What test workers do. Apart from the tests, so that a worker process starts without importing torch."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,15 @@ def until_asked(place: Place, task: Any) -> str:
     return "stopped"
 
 
-def ignore_signals(place: Place, task: Any) -> None:
-    import signal
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    place.report("deaf")
-    time.sleep(600)
+def outlive_sigterm(place: Place, task: Any) -> int:
+    """Has a child of its own that waits; returns the number of the signal that ended it."""
+    ready, say_ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(say_ready, b"!")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(child, signal.SIGTERM)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])

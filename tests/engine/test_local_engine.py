@@ -102,14 +102,8 @@ def test_workers_stop_when_asked(start: Callable[..., LocalWorkers]) -> None:
     assert _finish(workers)[0] == ["stopped", "stopped"]
 
 
-def test_a_worker_deaf_to_sigterm_is_killed(
-    start: Callable[..., LocalWorkers], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("burstpool.engine.local._END_S", 0.5)
-    workers = start(engine_workers.ignore_signals, num_workers=1)
-    while not workers.poll(0.1):
-        pass
-    workers.terminate()
+def test_sigterm_ends_no_worker_but_its_children(start: Callable[..., LocalWorkers]) -> None:
+    assert _finish(start(engine_workers.outlive_sigterm))[0] == [signal.SIGTERM] * 2
 
 
 def test_a_task_that_cannot_be_pickled_leaves_no_process(start: Callable[..., LocalWorkers]) -> None:
@@ -117,7 +111,8 @@ def test_a_task_that_cannot_be_pickled_leaves_no_process(start: Callable[..., Lo
         start(engine_workers.echo, lambda: None)
 
 
-def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["time.sleep(600)", "sys.exit()"])
+def test_workers_die_with_the_process_that_started_them(end: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -127,12 +122,14 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
         "    workers = LocalEngine().start(engine_workers.hang, None, num_workers=2, silence_s=600)\n"
         "    while 'hanging' not in workers.doing(1): time.sleep(0.05)\n"
         "    print(*workers.pids(), flush=True)\n"
-        "    time.sleep(600)\n"
+        f"    {end}\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         workers = [int(word) for word in process.stdout.readline().split()]
-        process.send_signal(signal.SIGKILL)
+        if end != "sys.exit()":
+            process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(_alive(pid) for pid in workers):
         time.sleep(0.05)

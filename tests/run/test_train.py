@@ -154,7 +154,8 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
         train(small_job(lr=1e30), 1, steps=STEPS, run_folder=tmp_path / "run", options=OPTIONS)
 
 
-def test_ctrl_c_writes_a_checkpoint_and_leaves_no_process(whole: Result, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_writes_a_checkpoint_and_leaves_no_process(number: int, tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from run_jobs import small_job\n"
@@ -170,7 +171,7 @@ def test_ctrl_c_writes_a_checkpoint_and_leaves_no_process(whole: Result, tmp_pat
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (losses.exists() and losses.stat().st_size):
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
+    os.killpg(process.pid, number)  # as a terminal or a batch system does: to all of the group
     _, errors = process.communicate(timeout=120)
     assert "InterruptedRun: stopped after step" in errors
     *_, checkpoint = all_checkpoints(tmp_path / "run" / "checkpoints")

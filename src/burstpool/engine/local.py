@@ -1,8 +1,9 @@
 """The local engine: one process a worker on this machine, started by multiprocessing's spawn.
 
-Workers find each other at a TCPStore that the starting process holds on a free port. They ignore Ctrl-C, which is the
-starting process's to handle, and die with it (Linux: a signal from the kernel; elsewhere they notice when they next
-report). What a worker is doing lies in shared memory and can be read after it was killed.
+Workers find each other at a TCPStore that the starting process holds on a free port. They ignore Ctrl-C and SIGTERM,
+which terminals and batch systems send to all processes and which are the starting process's to handle, and die with it
+(Linux: a signal from the kernel; elsewhere they notice when they next report). What a worker is doing lies in shared
+memory and can be read after it was killed.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -29,7 +31,7 @@ _GRACE_S = 2.0
 """How long to listen for the cause when a worker only lost its peer, and how much longer than workers, who can say
 for whom they waited, the starting process waits."""
 _END_S = 5.0
-"""How long a worker may take to die of SIGTERM."""
+"""How long a worker whose pipe has ended may take to die."""
 _STEP = struct.Struct("q")
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT = threading.Lock()
@@ -94,6 +96,8 @@ class LocalWorkers:
         self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
+        # Before multiprocessing, as this process ends, sends SIGTERM to all that are left and waits for them.
+        util.Finalize(self, _kill, args=(self._processes,), exitpriority=0)
         self._pipes: list[Connection] = []
         self._doing: list[SharedDoing] = []
         self._changed: list[tuple[str, float]] = []
@@ -147,22 +151,19 @@ class LocalWorkers:
                 pipe.send("stop")
 
     def terminate(self) -> None:
-        """Those that returned are let go, the others ended."""
-        for rank, process in enumerate(self._processes):
-            if process.pid is not None and rank not in self._results:
-                process.terminate()
+        """Those that returned are let go, the others killed."""
+        started = [process for process in self._processes if process.pid is not None]
+        _kill([process for rank, process in enumerate(self._processes) if rank not in self._results])
         deadline = time.monotonic() + _END_S
-        for process in self._processes:
-            if process.pid is None:
-                continue
+        for process in started:
             process.join(timeout=max(deadline - time.monotonic(), 0))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        _kill(started)
+        for process in started:
             process.close()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes.clear()
+        self._pipes.clear()
 
     def _collect(self, timeout_s: float) -> list[Report]:
         open_ranks = {self._pipes[rank]: rank for rank in range(self._num_workers) if not self._is_over(rank)}
@@ -226,7 +227,7 @@ def _enter(
 ) -> None:
     """What a worker process runs."""
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_the_parent()
     doing = SharedDoing(memory)
     doing.say(phrase("starting"))
     asked = False
@@ -259,6 +260,32 @@ def _enter(
     except BaseException as error:
         tell("failure", failure_of(rank, error, doing=doing.read()))
         sys.exit(1)
+
+
+def _kill(processes: list[Any]) -> None:
+    """Ends those that are running."""
+    running = [process for process in processes if process.pid is not None and process.is_alive()]
+    for process in running:
+        process.kill()
+    for process in running:
+        process.join()
+
+
+def leave_signals_to_the_parent() -> None:
+    """Ctrl-C and SIGTERM do nothing here; SIGTERM ends this process's own children, as whoever starts them expects."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _ignored)  # a function, not SIG_IGN, which a new program would inherit
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(after_in_child=_end_by_sigterm)
+
+
+def _ignored(number: int, frame: Any) -> None:
+    pass
+
+
+def _end_by_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is _ignored:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def die_with(parent: int) -> None:
