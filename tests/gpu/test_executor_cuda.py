@@ -21,6 +21,8 @@ from burstpool.schedule.lower import lower
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
 
+from run_cases import double_job, make_plan
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -36,12 +38,6 @@ def control() -> Any:
     yield dist.group.WORLD
     torch.cuda.set_stream(before)
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process's workers: kernels that round factors, and those that cut them, grow apart within 20 steps."""
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
 
 
 @pytest.fixture(autouse=True)
@@ -142,28 +138,26 @@ def test_fp16_scales_the_loss(control: Any) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.usefixtures("no_tf32")
+# In double precision: in single, rounding decides which of two equal numbers is the larger (ReLU, pooling), and with
+# another kernel tiny_vgg leaves its path by 0.08 within 20 steps; so it does where its weights' last digits are others.
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_two_workers_on_one_gpu_train_the_same_model(cuda_graphs: bool, tmp_path: Path) -> None:
-    job = load_job("zoo:tiny_vgg")
+    job = double_job("zoo:tiny_vgg")
     graph = trace_job(job).graph
     one = even_plan(graph, num_devices=1, batch=job.batch, name=job.name)
     two = even_plan(graph, num_devices=2, batch=job.batch, name=job.name, bucket_bytes=1 << 14)
     options = RunOptions(device="cuda", cuda_graphs=cuda_graphs, timeout_s=120)
     alone = train(job, one, steps=STEPS, run_folder=tmp_path / "one", options=options)
     both = train(job, two, steps=STEPS, run_folder=tmp_path / "two", options=options)
-    assert [x.loss for x in both.losses] == pytest.approx([x.loss for x in alone.losses], abs=2e-3)
+    assert [x.loss for x in both.losses] == pytest.approx([x.loss for x in alone.losses], rel=1e-9)
 
 
-@pytest.mark.usefixtures("no_tf32")
 def test_blocks_on_two_workers_that_share_a_gpu_send_samples(tmp_path: Path) -> None:
-    from run_cases import make_plan
-
-    job = load_job("zoo:tiny_vgg")
+    job = double_job("zoo:tiny_vgg")
     graph = trace_job(job).graph
     plan = make_plan(graph, [(0, [0]), (3, [0, 1]), (6, [1])], num_devices=2, batch=job.batch)
     one = even_plan(graph, num_devices=1, batch=job.batch, name=job.name)
     options = RunOptions(device="cuda", timeout_s=120)
     apart = train(job, plan, steps=STEPS, run_folder=tmp_path / "two", options=options)
     alone = train(job, one, steps=STEPS, run_folder=tmp_path / "one", options=options)
-    assert [x.loss for x in apart.losses] == pytest.approx([x.loss for x in alone.losses], abs=2e-3)
+    assert [x.loss for x in apart.losses] == pytest.approx([x.loss for x in alone.losses], rel=1e-9)

@@ -38,6 +38,7 @@ def memory_cap(name: str, device: torch.device, memory_bytes: int | None) -> Ite
     if memory_bytes is None:
         yield
         return
+    give_back()  # what torch keeps unused would be room beyond the cap
     total = torch.cuda.get_device_properties(device).total_memory
     taken = torch.cuda.memory_reserved(device)
     torch.cuda.set_per_process_memory_fraction(min((taken + memory_bytes) / total, 1.0), device)
