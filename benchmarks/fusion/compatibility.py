@@ -52,7 +52,7 @@ def main() -> None:
         Path(options.json).write_text(json.dumps(rows))
     print(json.dumps(rows))
     if options.write:
-        write(rows, options.device)
+        write(rows, options)
 
 
 def parsed() -> argparse.Namespace:
@@ -137,16 +137,17 @@ def in_processes(names: list[str], options: argparse.Namespace) -> dict[str, dic
     return {name: found.get(name, late) for name in names}
 
 
-def write(rows: dict[str, dict[str, Any]], device: str) -> None:
+def write(rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     """The page in docs/."""
-    where = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    where = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+    command = f"--device {options.device} --processes {options.processes} --write"
     done = sum(row["fused"] for row in rows.values())
     lines = [
         "# Which models can be fused",
         "Unmodified models, two of each with weights of their own, in training mode: fused, then verified by one step",
         "in double precision against the members alone, operator by operator, gradients included. transformers models",
         "are small configurations of the full code. On CUDA dropout is left out of the comparison: torch's fused",
-        "kernels draw other numbers. Made by `python benchmarks/fusion/compatibility.py --device cuda --write`.",
+        f"kernels draw other numbers. Made by `python benchmarks/fusion/compatibility.py {command}`.",
         "",
         f"{done} of {len(rows)} models; {datetime.date.today()}, {where}, torch {torch.__version__}.",
         "",
