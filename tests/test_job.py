@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burstpool.errors import JobError
-from burstpool.job import Job, load_job, model_arguments, parse_settings
+from burstpool.job import Job, fingerprint, from_anywhere, load_job, model_arguments, parse_settings
 
 JOB_FILE = """
 import torch
@@ -252,3 +252,19 @@ def test_a_job_function_may_collect_further_arguments(tmp_path: Path) -> None:
     assert load_job(f"{path}:collecting", {"width": 3}).build_model().out_features == 3
     with pytest.raises(JobError, match="no hyper-parameter 'more'; it has: width"):
         load_job(f"{path}:collecting", {"more": 3})
+
+
+def test_a_jobs_place_and_fingerprint_do_not_depend_on_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(JOB_FILE)
+    monkeypatch.chdir(tmp_path)
+    places = [from_anywhere(source) for source in ("mine.py", "mine.py:needs", "zoo:vgg16")]
+    before = fingerprint("mine.py")
+    monkeypatch.chdir("/")
+    assert places == [f"{tmp_path}/mine.py", f"{tmp_path}/mine.py:needs", "zoo:vgg16"]
+    assert [from_anywhere(place) for place in places] == places
+    assert fingerprint(places[1]) == before != ""
+    (tmp_path / "mine.py").write_text(JOB_FILE + "#")
+    assert fingerprint(places[0]) != before
+    assert fingerprint("zoo:vgg16") == fingerprint("nowhere.py") == ""

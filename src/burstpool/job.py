@@ -6,6 +6,7 @@ annotations say which values `--set` may give them. Takes `"job.py"`, `"job.py:f
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -171,6 +172,21 @@ def _drawing_alike() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
+def from_anywhere(source: str | os.PathLike[str]) -> str:
+    """The same job from any folder: a file by its whole path, `zoo:NAME` as it is."""
+    text = str(source)
+    if text.startswith("zoo:"):
+        return text
+    path, wanted = _file_and_function(text)
+    return str(path.resolve()) + (f":{wanted}" if wanted else "")
+
+
+def fingerprint(source: str | os.PathLike[str]) -> str:
+    """Of the job's file, to tell whether it was changed; "" where there is none, as of the zoo."""
+    path, _ = _file_and_function(str(source))
+    return "" if str(source).startswith("zoo:") or not path.is_file() else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def is_job(source: str) -> bool:
     """Whether `load_job` is meant, rather than a file of ours."""
     return source.startswith("zoo:") or source.endswith(".py") or ".py:" in source
@@ -242,8 +258,7 @@ def _zoo_function(source: str) -> tuple[str, Callable[..., Any]]:
 
 
 def _file_function(source: str) -> tuple[str, Callable[..., Any]]:
-    path_text, _, wanted = source.partition(".py:")
-    path = Path(path_text + ".py" if wanted else path_text)
+    path, wanted = _file_and_function(source)
     if path.suffix != ".py":
         raise JobError(f"{source} is neither a Python file (job.py) nor a zoo name (zoo:vgg16)")
     if not path.is_file():
@@ -259,6 +274,12 @@ def _file_function(source: str) -> tuple[str, Callable[..., Any]]:
         known = ", ".join(functions) or "none"
         raise JobError(f"{path} has no function {name!r}; its functions: {known}. Name one as {path}:function")
     return path.stem if name == "job" else name, functions[name]
+
+
+def _file_and_function(source: str) -> tuple[Path, str]:
+    """`"job.py:other"` → the file, and the function's name; "" where none is named."""
+    path, _, wanted = source.partition(".py:")
+    return Path(path + ".py" if wanted else path), wanted
 
 
 def _import_file(path: Path) -> Any:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sweep_jobs import job, single
 
 import burstpool
-from burstpool.errors import RunError
+from burstpool.errors import JobError, RunError
 from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
 from burstpool.sweeping.runner import InterruptedSweep
 
@@ -127,6 +127,38 @@ def test_a_finished_sweep_can_be_resumed_and_says_the_same(tmp_path: Path) -> No
         burstpool.sweep(str(JOBS), {"lr": [0.1]}, steps=3, array_size=2, run_folder=tmp_path / "run")
     with pytest.raises(RunError, match=r"is a sweep of .*, not of other\.py"):
         burstpool.sweep("other.py", resume=tmp_path / "run")
+
+
+def test_a_sweep_goes_on_from_another_folder_with_a_job_that_lies_elsewhere_and_says_if_it_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    file = tmp_path / "old" / "mine.py"
+    file.write_text(JOBS.read_text())
+    monkeypatch.chdir(tmp_path / "old")
+
+    def interrupt(progress: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    options: dict[str, Any] = {"steps": 300, "array_size": 2, "mode": "rules", "run_folder": tmp_path / "run"}
+    with pytest.raises(InterruptedSweep):
+        burstpool.sweep("mine.py", {"lr": [0.1, 0.01]}, observer=interrupt, **options)
+    monkeypatch.chdir(tmp_path)
+    file.rename(tmp_path / "new" / "moved.py")
+    with pytest.raises(JobError, match=r"there is no job file .*old/mine\.py"):
+        burstpool.sweep(None, resume=tmp_path / "run")
+    with pytest.raises(RunError, match=r"is a sweep of .*old/mine\.py, not of zoo:tiny_mlp"):
+        burstpool.sweep("zoo:tiny_mlp", resume=tmp_path / "run")
+    caplog.clear()
+    file.write_text(JOBS.read_text() + "\n# changed\n")
+    with pytest.raises(InterruptedSweep):
+        burstpool.sweep(None, resume=tmp_path / "run", observer=interrupt)
+    assert "mine.py was changed since the sweep began" in caplog.text
+    caplog.clear()
+    found = burstpool.sweep("new/moved.py", resume=tmp_path / "run")
+    assert [trial.step for trial in found.trials] == [300, 300]
+    assert "changed" not in caplog.text
 
 
 def test_artifacts_go_to_json_and_back_unchanged(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class RunRecord(Artifact):
     job: str
     """How reports call it."""
     source: str
-    """`job.py`, `zoo:vgg16`; "" for a job that was made in a program."""
+    """`/home/me/job.py`, `zoo:vgg16`; "" for a job that was made in a program."""
     settings: Mapping[str, Setting]
     """The hyper-parameters."""
     steps: int

@@ -25,7 +25,7 @@ from burstpool.engine.base import Engine, Workers
 from burstpool.engine.failure import WorkerError
 from burstpool.engine.local import LocalEngine
 from burstpool.errors import JobError, RunError
-from burstpool.job import Job, load_job
+from burstpool.job import Job, from_anywhere, load_job
 from burstpool.plan.inputs import PlanInputs
 from burstpool.plan.plan import Plan
 from burstpool.run.checkpoint import CheckpointState, latest_checkpoint
@@ -254,7 +254,7 @@ def _write_artifacts(folder: RunFolder, task: Task, job: Job, source: str) -> No
     task.options.save(folder.options)
     RunRecord(
         job=job.name,
-        source=source,
+        source=from_anywhere(source) if source else "",
         settings={name: _setting(value) for name, value in job.settings.items()},
         steps=task.steps,
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -47,7 +47,9 @@ class SweepRecord(Artifact):
     job: str
     """How reports call it."""
     source: str
-    """`job.py`, `zoo:tiny_mlp`; "" for a function of a program."""
+    """`/home/me/job.py`, `zoo:tiny_mlp`; "" for a function of a program."""
+    source_fingerprint: str = ""
+    """Of the job's file when the sweep began; "" where there is none."""
     space: Space
     search: str
     num_trials: int

@@ -8,6 +8,7 @@ The main flow: check the space, measure the array size, write the run folder, ru
 
 import contextlib
 import datetime
+import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 
 from burstpool.errors import BurstpoolError, RunError
 from burstpool.fusion.array import Execution
-from burstpool.job import Job, in_words, job_function, model_arguments
+from burstpool.job import Job, fingerprint, from_anywhere, in_words, job_function, model_arguments
 from burstpool.run.folder import new_run_path
 from burstpool.sweeping.feed import moved
 from burstpool.sweeping.floor import Builder, Floor
@@ -32,6 +33,8 @@ from burstpool.sweeping.sizing import Sizing, measure_sizing
 from burstpool.sweeping.space import checked_space
 from burstpool.sweeping.trials import Trial
 from burstpool.version import __version__
+
+_LOG = logging.getLogger(__name__)
 
 
 def sweep(
@@ -106,7 +109,8 @@ def sweep(
     folder = SweepFolder.create(path)
     record = SweepRecord(
         job=builder.name,
-        source=str(job) if isinstance(job, str | Path) else "",
+        source=from_anywhere(job) if isinstance(job, str | Path) else "",
+        source_fingerprint=fingerprint(job) if isinstance(job, str | Path) else "",
         space=checked,
         search=search,
         num_trials=count,
@@ -138,16 +142,27 @@ def _resumed(
 ) -> SweepResult:
     folder = SweepFolder.open(path)
     record = SweepRecord.load(folder.record)
-    if isinstance(job, str | Path) and str(job) != record.source:
-        raise RunError(f"{path} is a sweep of {record.source or 'a function'}, not of {job}; leave the job out")
     if job is None and not record.source:
         raise RunError(f"{path} is a sweep of a function; go on with it in Python: burstpool.sweep(function, resume=…)")
+    if not callable(job):
+        job = _same_job(job, record, path)
     with folder.held():
         return _gone_on(job, folder, record, checkpoint_every_s, observer)
 
 
+def _same_job(job: str | Path | None, record: SweepRecord, folder: Path) -> str:
+    """The job that a sweep began with; it may be named again where its file lies elsewhere by now."""
+    named = from_anywhere(job or record.source)
+    found = fingerprint(named)
+    if named != from_anywhere(record.source) and (not found or found != record.source_fingerprint):
+        raise RunError(f"{folder} is a sweep of {record.source or 'a function'}, not of {job}; leave the job out")
+    if found and record.source_fingerprint not in ("", found):
+        _LOG.warning("%s was changed since the sweep began: trials that are made from now on may differ", named)
+    return named
+
+
 def _gone_on(
-    job: str | Path | Callable[..., Any] | None,
+    job: str | Callable[..., Any],
     folder: SweepFolder,
     record: SweepRecord,
     checkpoint_every_s: float,
@@ -157,7 +172,7 @@ def _gone_on(
     if state.finished:
         return write_outcome(folder, record, state)
     _check(record.mode, record.device, {})
-    builder = _builder(job or record.source)
+    builder = _builder(job)
     space = checked_space(record.space.axes, builder.function, source=builder.source)
     setting = SearchSetting(
         space=space,
