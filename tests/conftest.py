@@ -4,6 +4,7 @@ Random numbers are the same at every run, whichever tests ran before in the proc
 torch, numpy and Python draw. Other examples: `pytest --hypothesis-profile=default --hypothesis-seed=7`.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +47,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shared_data() -> Path:
-    """Public measurements beside the project; tests that need them skip where they are not."""
-    folder = Path(__file__).parents[2] / "shared" / "data"
+    """Public measurements; tests that need them skip where they are not."""
+    folder = Path(os.environ.get("BURSTPOOL_PUBLIC_DATA", Path(__file__).parents[2] / "shared" / "data"))
     if not folder.is_dir():
-        pytest.skip(f"no public measurements in {folder}")
+        pytest.skip(f"no public measurements in {folder}; BURSTPOOL_PUBLIC_DATA names another")
     return folder

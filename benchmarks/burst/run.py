@@ -10,6 +10,7 @@ run.py --skyline                 a plan as a picture
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -37,7 +38,7 @@ from sharing import Measured, Sharing
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures"
-DATA = HERE.parents[2] / "shared" / "data" / "deeppool_a100"
+DATA = Path(os.environ.get("BURSTPOOL_PUBLIC_DATA", HERE.parents[2] / "shared" / "data")) / "deeppool_a100"
 BATCHES = (256, 1024, 4096)
 SCALES = (8, 16, 32, 64, 128, 256, 512, 1024)
 REPEATS = 5
@@ -54,7 +55,10 @@ def main() -> None:
         print(summary(json.loads((HERE / "results.json").read_text())))
         return
     if not DATA.is_dir() and (arguments.deeppool or arguments.times or not arguments.profiles):
-        raise SystemExit(f"DeepPool's profiles are not in {DATA}; give --profiles with profiles of your own")
+        raise SystemExit(
+            f"DeepPool's profiles, A100_vgg.prof and others of its artifact, are not in {DATA}; set "
+            "BURSTPOOL_PUBLIC_DATA to the folder above, or give --profiles with profiles of your own"
+        )
     task = deeppool if arguments.deeppool else times if arguments.times else simulate
     result, text = task(arguments)
     print(json.dumps(result) if arguments.json else text)

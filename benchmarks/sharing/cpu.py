@@ -134,8 +134,9 @@ def ours(
 
 def overhead(arguments: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
     """Sharing on, with a gate at which nobody waits, against a plain run; turn about, so that drift cancels."""
+    settings = dict(pair.split("=") for pair in arguments.set)
     request = ShareRequest(
-        foreground=arguments.foreground, settings={}, plan=plan, steps=arguments.steps, backgrounds=(),
+        foreground=arguments.foreground, settings=settings, plan=plan, steps=arguments.steps, backgrounds=(),
         budget=Budget(), options=OPTIONS, run_folder=folder,
     )  # fmt: skip
     plain: list[float] = []

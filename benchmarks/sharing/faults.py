@@ -1,10 +1,11 @@
 """Background jobs that raise, hang, allocate without end, turn NaN or are killed: does the foreground notice?
 
     python benchmarks/sharing/faults.py [--points 50] [--seed 0] [--at-once 5]
+    python benchmarks/sharing/faults.py --device cuda --at-once 10 --steps 8000
 
 Trains a foreground alone, then again and again beside backgrounds of which each does one of these at a random moment,
 `--at-once` of them in one run. Compares the foreground's losses bit by bit, and its p95 step with budget + 0.05 over
-the steps that ran alone in between. Prints one JSON line.
+the steps that ran alone in between. Prints one JSON line, and one a run on standard error.
 """
 
 import argparse
@@ -15,25 +16,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from burstpool.job import load_job
 from burstpool.run.even import even_plan
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
-from burstpool.run.trainer import train
-from burstpool.share.base import Background, ShareRequest
+from burstpool.share.base import Background, ShareOutcome, ShareRequest, find
 from burstpool.share.budget import Budget
-from burstpool.share.cpu import share_on_cpu
 
 JOBS = str(Path(__file__).parents[2] / "tests" / "share" / "share_jobs.py")
 FAULTS = ("raise", "hang", "allocate", "nan", "kill")
-SETTINGS = {"batch": 200, "hidden": 256}
-"""Of the foreground: steps of some milliseconds."""
-OPTIONS = RunOptions(timeline_steps=0, checkpoint_every=0)
+FOREGROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cpu": (JOBS, {"batch": 200, "hidden": 256}),
+    "cuda": ("zoo:tiny_vgg", {"batch": 256, "width": 256}),
+}
+"""By device: steps of some milliseconds."""
 
 
-def one_run(folder: Path, chance: random.Random, *, at_once: int, steps: int, slowdown: float) -> dict[str, Any]:
+def one_run(folder: Path, faults: list[str], chance: random.Random, arguments: argparse.Namespace) -> ShareOutcome:
     """One foreground, beside some backgrounds that come to grief."""
-    faults = [chance.choice(FAULTS) for _ in range(at_once)]
     backgrounds = tuple(
         Background(
             source=JOBS,
@@ -43,28 +45,19 @@ def one_run(folder: Path, chance: random.Random, *, at_once: int, steps: int, sl
         )
         for what in faults
     )
-    job = load_job(JOBS, SETTINGS)
-    found = share_on_cpu(
-        ShareRequest(
-            foreground=JOBS,
-            settings=SETTINGS,
-            plan=even_plan(trace_job(job).graph, num_devices=1, batch=job.batch, name="foreground"),
-            steps=steps,
-            backgrounds=backgrounds,
-            budget=Budget(slowdown=slowdown),
-            options=OPTIONS,
-            run_folder=folder,
-        )
+    source, settings = FOREGROUNDS[arguments.device]
+    job = load_job(source, settings)
+    request = ShareRequest(
+        foreground=source,
+        settings=settings,
+        plan=even_plan(trace_job(job).graph, num_devices=1, batch=job.batch, name="foreground"),
+        steps=arguments.steps,
+        backgrounds=backgrounds,
+        budget=Budget(slowdown=arguments.slowdown),
+        options=RunOptions(device=arguments.device, timeline_steps=0, checkpoint_every=0),
+        run_folder=folder,
     )
-    return {
-        "losses": list(found.losses),
-        "faults": faults,
-        "happened": [background.state == "failed" or background.restarts > 0 for background in found.backgrounds],
-        "reasons": [background.reason[:80] for background in found.backgrounds],
-        "slowdown": found.slowdown,
-        "slowdown_p95": found.slowdown_p95,
-        "alone_p95": found.alone_p95,
-    }
+    return find(arguments.device)(request)
 
 
 def main() -> None:
@@ -74,27 +67,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--slowdown", type=float, default=1.20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
+    torch.backends.cudnn.deterministic = True  # the process that shares a GPU is this one
     chance = random.Random(arguments.seed)
-    runs = []
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="burstpool-faults-") as folder:
-        alone = train(
-            JOBS, 1, steps=arguments.steps, settings=SETTINGS, run_folder=Path(folder) / "alone", options=OPTIONS
-        )
-        expected = [loss.loss for loss in alone.losses]
-        for number in range(-(-arguments.points // arguments.at_once)):
-            run = one_run(
-                Path(folder) / str(number),
-                chance,
-                at_once=arguments.at_once,
-                steps=arguments.steps,
-                slowdown=arguments.slowdown,
+        expected = one_run(Path(folder) / "alone", [], chance, arguments).losses
+        while (left := arguments.points - sum(len(run["faults"]) for run in runs)) > 0:
+            faults = [chance.choice(FAULTS) for _ in range(min(arguments.at_once, left))]
+            found = one_run(Path(folder) / str(len(runs)), faults, chance, arguments)
+            runs.append(
+                {
+                    "faults": faults,
+                    "bit_equal": found.losses == expected,
+                    "happened": [each.state == "failed" or each.restarts > 0 for each in found.backgrounds],
+                    "reasons": [each.reason[:80] for each in found.backgrounds],
+                    "slowdown": found.slowdown,
+                    "slowdown_p95": found.slowdown_p95,
+                    "alone_p95": found.alone_p95,
+                }
             )
-            run["bit_equal"] = run.pop("losses") == expected
-            runs.append(run)
-            sys.stderr.write(f"{run}\n")
+            sys.stderr.write(f"{json.dumps(runs[-1])}\n")
     report = {
         "benchmark": "sharing faults",
+        "device": arguments.device,
         "points": sum(len(run["faults"]) for run in runs),
         "happened": sum(sum(run["happened"]) for run in runs),
         "runs": len(runs),

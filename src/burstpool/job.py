@@ -225,6 +225,19 @@ def settings_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[
     return dict(bound.arguments)
 
 
+def as_recorded(value: Any) -> str | int | float | bool | None:
+    """A hyper-parameter as a run's record holds it."""
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def from_record(source: str, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """What to give a job so that it is made as recorded: all that its function would not take by itself."""
+    _, function = job_function(source)
+    parameters = inspect.signature(function).parameters
+    defaults = {name: as_recorded(parameter.default) for name, parameter in parameters.items()}
+    return {name: value for name, value in recorded.items() if name not in defaults or defaults[name] != value}
+
+
 def parse_settings(pairs: Iterable[str], *, given_by: str = "--set") -> dict[str, str]:
     """`["lr=0.1", "width=64"]` as a dict; `given_by` begins what is said of a mistake."""
     settings = {}

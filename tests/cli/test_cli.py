@@ -10,6 +10,7 @@ import pytest
 
 from burstpool.cli.app import app, run
 from burstpool.cli.demo_share import arrays_s
+from burstpool.cluster.spec import ClusterSpec
 from burstpool.profiling.profile import Profile
 from burstpool.run.machine import host_times
 from burstpool.share.base import BackgroundOutcome
@@ -106,7 +107,7 @@ def test_a_mistake_is_one_line_and_status_2(words: list[str], says: str, capsys:
     assert captured.err.count("\n") == 1
 
 
-def test_what_cannot_be_traced_is_one_line_too(tmp_path: Path) -> None:
+def test_what_cannot_be_traced_is_one_line_too_and_the_fallback_that_it_names_helps(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(
         "import torch\nfrom burstpool import Job\n"
@@ -117,12 +118,18 @@ def test_what_cannot_be_traced_is_one_line_too(tmp_path: Path) -> None:
         "    data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 4))\n"
         "    return Job(model=lambda: Net(4, 4), loss=torch.nn.functional.mse_loss, data=data,\n"
         "               optimizer=lambda p: torch.optim.SGD(p, lr=0.1))\n"
+        "print('a job may print; who reads --json does not see it')\n"
     )
-    command = [sys.executable, "-c", "from burstpool.cli import main; main()", "profile", str(path)]
+    ClusterSpec.uniform("cpu-core", devices_per_node=2, link="pcie3", name="here").save(tmp_path / "cluster.toml")
+    command = [sys.executable, "-c", "from burstpool.cli import main; main()", "plan", str(path), "--json"]
+    command += ["--cluster", str(tmp_path / "cluster.toml"), "--batch", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 2  # the job's own line, and ours
     assert f"{path}:5" in done.stderr
+    assert done.stderr.endswith("or pass --fallback modules\n")
+    done = subprocess.run([*command, "--fallback", "modules"], capture_output=True, text=True, check=True)
+    assert [block["layers"] for block in json.loads(done.stdout)["blocks"]] == [["Net"]]
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,8 +27,8 @@ from torch import nn
 from burstpool import Job
 from burstpool.data import digits
 
-def job(lr: float = 0.05) -> Job:
-    return Job(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), loss=nn.functional.cross_entropy,
+def job(lr: float = 0.05, widths=(64, 10)) -> Job:
+    return Job(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(*widths)), loss=nn.functional.cross_entropy,
                data=digits(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr), batch=12)
 """
 
@@ -50,18 +50,30 @@ def test_train_writes_a_run_folder_and_says_what_came_of_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(job_file).write_text(f"{JOB}print('a job may print; who reads --json does not see it')")
-    words = ("--devices", "1", "--no-measure", "--batch", "16", "--set", "lr=0.1", "--json")
+    words = ("--devices", "1", "--no-measure", "--batch", "16", "--set", "lr=0.1", "--clip-norm", "0.5", "--json")
     short = json.loads(_call(job_file, "--steps", "12", *words))
     assert short["steps"] == 12
     assert short["num_devices"] == 1
     assert short["strategy"] == "data"
     folder = tmp_path / short["run_folder"]
     assert folder.parent == tmp_path / "runs"
-    assert json.loads((folder / "run.json").read_text())["settings"] == {"lr": 0.1}
+    assert json.loads((folder / "run.json").read_text())["settings"] == {"lr": 0.1, "widths": "(64, 10)"}
     assert json.loads((folder / "plan.json").read_text())["batch"] == 16
-    longer = json.loads(_call(job_file, "--resume", str(folder), "--set", "lr=0.1", "--steps", "20", "--json"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    longer = json.loads(_call("--resume", str(folder), "--steps", "20", "--json"))
     assert longer["steps"] == 20
-    assert [loss.step for loss in read_losses(folder / "losses.jsonl")] == list(range(20))
+    monkeypatch.chdir(tmp_path)
+    whole = json.loads(_call(job_file, "--steps", "20", "--run-folder", "whole", *words))
+    losses, expected = (read_losses(path / "losses.jsonl") for path in (folder, Path(whole["run_folder"])))
+    assert [(loss.step, loss.loss) for loss in losses] == [(loss.step, loss.loss) for loss in expected]
+    assert json.loads((folder / "options.json").read_text())["clip_norm"] == 0.5
+    _call(job_file, "--resume", str(folder), "--steps", "22", "--clip-norm", "0.7", "--keep", "1", "--set", "lr=0.2")
+    changed = json.loads((folder / "options.json").read_text())
+    assert (changed["clip_norm"], changed["keep_checkpoints"], changed["timeout_s"]) == (0.7, 1, 300.0)
+    assert json.loads((folder / "run.json").read_text())["settings"]["lr"] == 0.2
+    with pytest.raises(BurstpoolError, match="has trained 22 steps already"):
+        _call("--resume", str(folder))
 
 
 def test_torchrun_trains_the_same_model(job_file: str, tmp_path: Path) -> None:
@@ -87,7 +99,9 @@ def test_torchrun_trains_the_same_model(job_file: str, tmp_path: Path) -> None:
             ("zoo:tiny_mlp", "--devices", "2", "--batch-norm", "none"),
             "--batch-norm: Input should be 'exact' or 'local'",
         ),
-        (("zoo:tiny_mlp", "--resume", "nowhere"), "cannot read nowhere/plan.json"),
+        (("zoo:tiny_mlp", "--resume", "nowhere"), "nowhere is no run folder: it has no run.json"),
+        (("--devices", "2"), "say which job to train"),
+        (("zoo:tiny_mlp", "--devices", "2", "--fallback", "layers"), "the only fallback is modules"),
         (("zoo:tiny_mlp", "--devices", "2", "--no-measure", "--batch", "5000"), "pass a smaller batch"),
     ],
 )

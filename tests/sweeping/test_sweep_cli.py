@@ -52,6 +52,8 @@ def test_the_table_names_the_best_and_where_it_is(tmp_path: Path, capsys: pytest
     assert "Best: trial" in out
     assert "mean loss over the held-out data" in out
     assert run(["report", str(folder), "-o", str(tmp_path / "page.html")]) == 0
+    assert run(["report", str(folder), "--perfetto", str(tmp_path / "trace.json")]) == 2
+    assert "is a sweep, which has no plan and no timeline; leave out --perfetto" in capsys.readouterr().err
     assert (tmp_path / "page.html").is_file()
 
 

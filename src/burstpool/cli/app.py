@@ -68,5 +68,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def _mistake(message: str) -> int:
-    print("burstpool: error:", " ".join(message.split()), file=sys.stderr)
+    written = message.replace('fallback="modules"', "--fallback modules")  # as Python has it
+    print("burstpool: error:", " ".join(written.split()), file=sys.stderr)
     return MISTAKE

@@ -41,7 +41,7 @@ def demo(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
-    """Trace, measure, plan and train a small model, and show each step."""
+    """Trace, measure, plan, train, share and sweep small models, and show each step."""
     from burstpool.job import load_job
     from burstpool.run.folder import new_run_path
 

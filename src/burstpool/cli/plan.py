@@ -8,7 +8,7 @@ writes the plan and, beside it, `plan.inputs.json` with what it was made from, f
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from burstpool.artifact import json_line
+from burstpool.cli.fallback import Fallback, checked_fallback
+from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds, size
 from burstpool.cluster.spec import ClusterSpec
@@ -56,6 +58,7 @@ def plan(
         list[Path] | None, typer.Option("--profile", help="A profile of the job; one a device type.")
     ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A hyper-parameter: name=value.")] = None,
+    fallback: Fallback = None,
     extrapolate: Annotated[bool, typer.Option("--extrapolate", help="Guess beyond the measured batches.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan in short as one JSON object.")] = False,
@@ -66,10 +69,12 @@ def plan(
         raise PlanError("--burst-limit goes with --strategy burst")
     options: dict[str, Any] = {} if burst_limit is None else {"burst_limit": burst_limit}
     spec = ClusterSpec.load(cluster)
-    if is_job(source):
-        measured, graph, batch = _from_job(source, settings, profiles, batch, spec)
-    else:
-        measured, graph, batch = _from_file(source, settings, profiles, batch)
+    how = checked_fallback(fallback)
+    with json_alone(as_json):
+        if is_job(source):
+            measured, graph, batch = _from_job(source, settings, profiles, batch, spec, fallback=how)
+        else:
+            measured, graph, batch = _from_file(source, settings, profiles, batch)
     inputs = PlanInputs(cluster=spec, profiles=measured, graph=graph, extrapolate=extrapolate)
     begin = time.perf_counter()
     found = choose(inputs.profiles, spec, batch=batch, graph=inputs.graph, extrapolate=extrapolate, **options)
@@ -168,7 +173,13 @@ def _from_file(source: str, settings: list[str] | None, profiles: list[Path] | N
 
 
 def _from_job(
-    source: str, settings: list[str] | None, profiles: list[Path] | None, batch: int | None, cluster: ClusterSpec
+    source: str,
+    settings: list[str] | None,
+    profiles: list[Path] | None,
+    batch: int | None,
+    cluster: ClusterSpec,
+    *,
+    fallback: Literal["modules"] | None,
 ) -> Source:
     from burstpool.job import load_job, parse_settings
     from burstpool.model.trace import trace  # imports torch, which takes seconds
@@ -176,7 +187,7 @@ def _from_job(
     job = load_job(source, parse_settings(settings or []))
     batch = batch or job.batch
     example, target = job.samples(_EXAMPLE_BATCH)
-    traced = trace(job.build_model().train(), example)
+    traced = trace(job.build_model().train(), example, fallback=fallback)
     found = load_profiles(profiles) if profiles else (_measure(job, traced, target, cluster, batch),)
     return found, traced.graph, batch
 

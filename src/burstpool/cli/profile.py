@@ -6,11 +6,13 @@ Takes a job (`job.py`, `zoo:vgg16`) or a profile file of any known format. Print
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from burstpool.cli.fallback import Fallback, checked_fallback
+from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import show_profile
 from burstpool.errors import ProfileError
@@ -29,7 +31,7 @@ def profile(
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of the one worker that is measured.", min=1)] = 1,
     estimate: Annotated[str | None, typer.Option(help="Estimate for this device type instead, e.g. V100.")] = None,
-    fallback: Annotated[str | None, typer.Option(help="modules: split between modules where tracing fails.")] = None,
+    fallback: Fallback = None,
     cache: Annotated[bool, typer.Option(help="Use what was measured before.")] = True,
     show_all: Annotated[bool, typer.Option("--all", help="Show every layer, however cheap.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the profile.")] = None,
@@ -37,7 +39,8 @@ def profile(
 ) -> None:
     """Show where each layer's time, memory and bytes go."""
     if is_job(source):
-        found = _measure(source, device, parse_batches(batches), settings, autocast, threads, fallback, cache)
+        with json_alone(as_json):
+            found = _measure(source, device, parse_batches(batches), settings, autocast, threads, fallback, cache)
     else:
         from burstpool.profiling.importers import import_profile
 
@@ -78,9 +81,7 @@ def _measure(
     from burstpool.job import load_job, parse_settings
     from burstpool.profiling.measure import profile_job
 
-    if fallback not in (None, "modules"):
-        raise ProfileError(f"--fallback {fallback} is unknown; the only fallback is modules")
-    how: Literal["modules"] | None = "modules" if fallback else None
+    how = checked_fallback(fallback)
     job = load_job(source, parse_settings(settings or []))
     with progress_bar(f"profiling {job.name}") as progress:
         return profile_job(

@@ -59,6 +59,11 @@ def report(
 ) -> None:
     """Make one page of a run: predicted and measured, plan, losses, layers."""
     if run_folder is not None and (run_folder / "sweep.json").is_file():
+        unused = {"--timeline": timelines, "--plan": plan, "--profile": profile, "--perfetto": perfetto}
+        if given := [option for option, value in unused.items() if value]:
+            raise ArtifactError(
+                f"{run_folder} is a sweep, which has no plan and no timeline; leave out {', '.join(given)}"
+            )
         _report_sweep(run_folder, output, open_page=open_page, as_json=as_json)
         return
     contents = gather(run_folder, timelines=timelines or (), plan_file=plan, profile_file=profile)

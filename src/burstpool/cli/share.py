@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from burstpool.artifact import json_line
+from burstpool.cli.fallback import Fallback, checked_fallback
 from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.errors import RunError, ShareError
@@ -58,6 +59,7 @@ def share(
     lowest_priority: Annotated[
         bool, typer.Option(help="On CPU: background jobs run only where nothing else wants to.")
     ] = True,
+    fallback: Fallback = None,
     interference: Annotated[
         Path | None,
         typer.Option(
@@ -80,12 +82,13 @@ def share(
         raise ShareError("say what to train beside it: --with job.py, once or more")
     if autocast not in (None, "bf16"):
         raise ShareError(f"--autocast {autocast} cannot be shared with; pass bf16, or leave it out")
+    how = checked_fallback(fallback)
     harmless = interference is not None and InterferenceTable.load(interference).harmless_in_reduce()
     budget, implementation = Budget(slowdown=slowdown, harmless_in_reduce=harmless), find(device)
     with json_alone(as_json):
         given = parse_settings(settings or [])
         job = load_job(foreground, given)
-        found, inputs = _plan(job, plan, devices, batch)
+        found, inputs = _plan(job, plan, devices, batch, how)
         wanted = [replace(background(words, memory), lowest_priority=lowest_priority) for words in backgrounds]
         request = ShareRequest(
             foreground=foreground,
@@ -94,7 +97,9 @@ def share(
             steps=steps,
             backgrounds=tuple(spread(wanted, len(found.devices))),
             budget=budget,
-            options=RunOptions(device="cuda" if device == "cuda" else "cpu", autocast="bf16" if autocast else None),
+            options=RunOptions(
+                device="cuda" if device == "cuda" else "cpu", autocast="bf16" if autocast else None, fallback=how
+            ),
             run_folder=run_folder or new_run_path(job.name, Path("runs")),
             inputs=inputs,
             gaps=known_gaps(found, inputs),
@@ -164,7 +169,13 @@ def known_gaps(plan: "Plan", inputs: "PlanInputs | None") -> "tuple[Gap, ...]":
     )
 
 
-def _plan(job: Any, plan_file: Path | None, num_devices: int | None, batch: int | None) -> "tuple[Plan, Any]":
+def _plan(
+    job: Any,
+    plan_file: Path | None,
+    num_devices: int | None,
+    batch: int | None,
+    fallback: Literal["modules"] | None,
+) -> "tuple[Plan, Any]":
     from burstpool.plan.inputs import PlanInputs
     from burstpool.plan.plan import Plan
     from burstpool.run.even import even_plan
@@ -173,7 +184,7 @@ def _plan(job: Any, plan_file: Path | None, num_devices: int | None, batch: int 
     if plan_file is not None and num_devices is not None:
         raise RunError("give either --plan or --devices, not both")
     if plan_file is None:
-        graph = trace_job(job).graph
+        graph = trace_job(job, fallback=fallback).graph
         return even_plan(graph, num_devices=num_devices or 1, batch=batch or job.batch, name=job.name), None
     found = Plan.load(plan_file)
     if batch is not None and batch != found.batch:

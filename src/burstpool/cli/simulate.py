@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from burstpool.artifact import json_line
+from burstpool.cli.json_alone import json_alone
 from burstpool.cli.plan import load_profiles
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds
@@ -62,7 +63,8 @@ def simulate(
     sharing = None
     if background is not None:
         one_step = timeline if steps == 1 else simulate_schedule(schedule, inputs.cost(), flow)
-        sharing = _shared(one_step, plan, inputs.profiles[0], background, interference, slowdown)
+        with json_alone(as_json):
+            sharing = _shared(one_step, plan, inputs.profiles[0], background, interference, slowdown)
     if as_json:
         found = {"model": plan.model, "strategy": plan.strategy, "batch": plan.batch} | in_short(timeline)
         print(json_line(found | (sharing_in_short(sharing) if sharing is not None else {})))

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burstpool.artifact import json_line
+from burstpool.cli.given import given_options
 from burstpool.cli.json_alone import json_alone
 from burstpool.cli.show import seconds
 from burstpool.errors import RunError
@@ -82,7 +83,8 @@ def sweep(
 ) -> None:
     """Train many settings of a job, fused into arrays, and find the best."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    if resume is not None and (given := _given(context)):
+    given = [written for name, written in given_options(context).items() if name not in _WHEN_RESUMING]
+    if resume is not None and given:
         raise RunError(f"--resume {resume} goes on as it was; leave out {', '.join(given)}")
     from burstpool.sweeping import runner
     from burstpool.sweeping.outcome import in_short
@@ -121,13 +123,6 @@ def sweep(
         print(json_line(in_short(result)))
         return
     show_result(result, Console())
-
-
-def _given(context: typer.Context) -> list[str]:
-    """Options on the command line that say what to sweep, and how."""
-    options = {parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name}
-    sources = {name: context.get_parameter_source(name) for name in options if name not in _WHEN_RESUMING}
-    return [options[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 @contextmanager

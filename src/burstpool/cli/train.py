@@ -2,14 +2,16 @@
 
 Takes a job and a plan file, or a number of devices; these are then measured, together with the job's layers, so that
 the data-parallel planner can decide (`--no-measure` splits evenly at once). Shows loss, samples/s and utilisation while
-it runs, and writes a run folder. With `--json`, one JSON object says what came of it.
+it runs, and writes a run folder. With `--resume` a run goes on as it was: its job, settings, plan, options and steps
+hold unless others are given. With `--json`, one JSON object says what came of it.
 """
 
 import logging
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,8 @@ import typer
 from rich.console import Console
 
 from burstpool.artifact import json_line
+from burstpool.cli.fallback import Fallback, checked_fallback
+from burstpool.cli.given import given_options
 from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds
@@ -30,15 +34,26 @@ if TYPE_CHECKING:
     from burstpool.run.outcome import Result
     from burstpool.run.progress import Observer, Progress
 
+_FIELDS = {"keep": "keep_checkpoints", "timeout": "timeout_s"}
+"""Option → the field of RunOptions, where it is called otherwise."""
+
 
 def train(
-    source: Annotated[str, typer.Argument(metavar="JOB", help="job.py, job.py:function or zoo:NAME.")],
+    context: typer.Context,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[JOB]", help="job.py, job.py:function or zoo:NAME; with --resume the run's.", show_default=False
+        ),
+    ] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan file; burstpool plan writes one.")] = None,
     devices: Annotated[int | None, typer.Option(help="Data parallelism on so many devices.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="The step at which training ends.", min=1)] = 100,
     batch: Annotated[int | None, typer.Option(help="Samples a step over all devices; the job's if left out.")] = None,
     minibatches: Annotated[int, typer.Option(help="With --devices: minibatches a step; gradients add up.", min=1)] = 1,
-    resume: Annotated[Path | None, typer.Option(help="A run folder to go on with.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A run folder to go on with, as it was but for what is given.")
+    ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A hyper-parameter: name=value.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
@@ -49,7 +64,7 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.", min=0)] = 200,
     keep: Annotated[int, typer.Option(help="Checkpoints to keep.", min=1)] = 3,
     timeout: Annotated[float, typer.Option(help="Seconds a worker may be silent.")] = 300.0,
-    fallback: Annotated[str | None, typer.Option(help="modules: split between modules where tracing fails.")] = None,
+    fallback: Fallback = None,
     cuda_graphs: Annotated[bool, typer.Option(help="On CUDA: replay steps as graphs.")] = True,
     measure: Annotated[bool, typer.Option(help="With --devices: measure layers and links to plan and predict.")] = True,
     run_folder: Annotated[Path | None, typer.Option(help="Where to write; runs/NAME-TIME if left out.")] = None,
@@ -58,23 +73,34 @@ def train(
 ) -> None:
     """Train a job by a plan, or on a number of devices."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    options = _options(
-        device=device,
-        autocast=autocast,
-        clip_norm=clip_norm,
-        batch_norm=batch_norm,
-        dropout=dropout,
-        allow_nan=allow_nan,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep,
-        timeout_s=timeout,
-        fallback=fallback,
-        cuda_graphs=cuda_graphs,
-    )
     from burstpool.job import load_job, parse_settings
     from burstpool.run import trainer
 
+    wanted = {
+        "device": device,
+        "autocast": autocast,
+        "clip_norm": clip_norm,
+        "batch_norm": batch_norm,
+        "dropout": dropout,
+        "allow_nan": allow_nan,
+        "checkpoint_every": checkpoint_every,
+        "keep_checkpoints": keep,
+        "timeout_s": timeout,
+        "fallback": checked_fallback(fallback),
+        "cuda_graphs": cuda_graphs,
+    }
     given = parse_settings(settings or [])
+    if resume is None:
+        options = _options(**wanted)
+    else:
+        on_command_line = {_FIELDS.get(name, name) for name in given_options(context)}
+        with json_alone(as_json):
+            earlier = _earlier(resume, source)
+        source, given = earlier.source, {**earlier.settings, **given}
+        options = _options(**{**earlier.options, **{n: value for n, value in wanted.items() if n in on_command_line}})
+        steps = steps if "steps" in on_command_line else earlier.steps
+    if source is None:
+        raise RunError("say which job to train: burstpool train job.py --devices 2")
     with json_alone(as_json):
         job = load_job(source, given)
         found, inputs = _plan(job, plan, devices, resume, batch, options, measure=measure)
@@ -98,7 +124,8 @@ def train(
         try:
             result = trainer.train(source, found, observer=observer, **common)
         except trainer.InterruptedRun as error:
-            print(f"burstpool: {error}; go on with --resume {error.folder}", file=sys.stderr)
+            again = f"burstpool train --resume {shlex.quote(str(error.folder))}"
+            print(f"burstpool: {error}; go on with: {again}", file=sys.stderr)
             raise
     if as_json:
         print(json_line(in_short(result, found)))
@@ -124,6 +151,35 @@ def in_short(result: "Result", plan: "Plan") -> dict[str, Any]:
         "checkpoint": str(result.checkpoint),
         "weights": str(result.weights),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Earlier:
+    """What a run was that is gone on with."""
+
+    source: str
+    settings: dict[str, Any]
+    steps: int
+    options: dict[str, Any]
+
+
+def _earlier(folder: Path, source: str | None) -> _Earlier:
+    """Settings are those of the run's own job; another one that is named has its own."""
+    from burstpool.job import from_anywhere, from_record
+    from burstpool.run.folder import RunFolder, RunRecord
+    from burstpool.run.options import RunOptions
+
+    found = RunFolder.open(folder)
+    record, options = RunRecord.load(found.record), RunOptions.load(found.options)
+    if source is None and not record.source:
+        raise RunError(f"{folder} holds a job that was made in a program; go on with it there: train(job, resume=…)")
+    same = source is None or from_anywhere(source) == record.source
+    return _Earlier(
+        source=source or record.source,
+        settings=from_record(record.source, record.settings) if same else {},
+        steps=record.steps,
+        options={field.name: getattr(options, field.name) for field in fields(options)},
+    )
 
 
 def _options(**fields: Any) -> "RunOptions":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from burstpool.engine.base import Place
 from burstpool.errors import BurstpoolError, RunError
+from burstpool.job import from_record
 from burstpool.plan.plan import Plan
 from burstpool.run.checkpoint import CheckpointState, latest_checkpoint
 from burstpool.run.folder import RunFolder, RunRecord
@@ -72,7 +73,7 @@ def _task(folder: RunFolder) -> tuple[Task, int]:
         raise RunError(f"{folder.path} holds a job that was made in a program; torchrun needs one from a file")
     checkpoint = latest_checkpoint(folder.checkpoints)
     task = Task(
-        job=JobSource(source=record.source, settings=dict(record.settings)),
+        job=JobSource(source=record.source, settings=from_record(record.source, record.settings)),
         plan=Plan.load(folder.plan),
         schedule=Schedule.load(folder.schedule),
         options=RunOptions.load(folder.options),

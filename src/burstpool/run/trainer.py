@@ -25,12 +25,12 @@ from burstpool.engine.base import Engine, Workers
 from burstpool.engine.failure import WorkerError
 from burstpool.engine.local import LocalEngine
 from burstpool.errors import JobError, RunError
-from burstpool.job import Job, from_anywhere, load_job
+from burstpool.job import Job, as_recorded, from_anywhere, load_job
 from burstpool.plan.inputs import PlanInputs
 from burstpool.plan.plan import Plan
 from burstpool.run.checkpoint import CheckpointState, latest_checkpoint
 from burstpool.run.even import even_plan
-from burstpool.run.folder import RunFolder, RunRecord, Setting, new_run_path
+from burstpool.run.folder import RunFolder, RunRecord, new_run_path
 from burstpool.run.options import RunOptions
 from burstpool.run.order import check_enough
 from burstpool.run.outcome import Result, WorkerResult, write_outcome
@@ -194,7 +194,8 @@ class _Watch:
         if text:
             write_whole(folder.error, text)
         newest = latest_checkpoint(folder.checkpoints)
-        go_on = f"; burstpool train --resume {folder.path} goes on from {newest.name}" if newest is not None else ""
+        how = "burstpool train --resume" if isinstance(self.task.job, JobSource) else "train(…, resume=…) with"
+        go_on = f"; {how} {folder.path} goes on from {newest.name}" if newest is not None else ""
         return f"{error}{go_on}" + (f"; tracebacks in {folder.error}" if text else "")
 
 
@@ -255,12 +256,8 @@ def _write_artifacts(folder: RunFolder, task: Task, job: Job, source: str) -> No
     RunRecord(
         job=job.name,
         source=from_anywhere(source) if source else "",
-        settings={name: _setting(value) for name, value in job.settings.items()},
+        settings={name: as_recorded(value) for name, value in job.settings.items()},
         steps=task.steps,
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         versions={"burstpool": __version__, "torch": torch.__version__, "python": platform.python_version()},
     ).save(folder.record)
-
-
-def _setting(value: Any) -> Setting:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
