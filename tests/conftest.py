@@ -6,6 +6,8 @@ torch, numpy and Python draw. Other examples: `pytest --hypothesis-profile=defau
 
 import os
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _heeds_ctrl_c() -> None:
+    """Also where a shell has started the tests in the background, which has them ignore it."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

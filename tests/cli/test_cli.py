@@ -12,7 +12,7 @@ from burstpool.cli.app import app, run
 from burstpool.cli.demo_share import arrays_s
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.profiling.profile import Profile
-from burstpool.run.machine import host_times
+from burstpool.run.machine import this_machine
 from burstpool.share.base import BackgroundOutcome
 
 
@@ -59,10 +59,8 @@ def test_what_the_demo_compares_sharing_with_has_the_arrays_side_by_side() -> No
 def test_demo_tells_the_story(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("reductions", "messages"):
-        monkeypatch.setattr(f"burstpool.cluster.{module}._TRIES", 1)  # more are for accuracy
-        monkeypatch.setattr(f"burstpool.cluster.{module}._TURNS", 2)
-    monkeypatch.setattr("burstpool.run.machine.host_times", functools.partial(host_times, turns=1))
+    # How a machine is measured has tests of its own.
+    monkeypatch.setattr("burstpool.run.machine.this_machine", functools.partial(this_machine, measure=False))
     folder = tmp_path / "demo"
     words = ["demo", "zoo:tiny_mlp", "--devices", "2", "--steps", "6", "--trials", "6", "--run-folder", str(folder)]
     assert run([*words, "--json"]) == 0
