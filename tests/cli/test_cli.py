@@ -105,7 +105,9 @@ def test_a_mistake_is_one_line_and_status_2(words: list[str], says: str, capsys:
     assert captured.err.count("\n") == 1
 
 
-def test_what_cannot_be_traced_is_one_line_too_and_the_fallback_that_it_names_helps(tmp_path: Path) -> None:
+def test_what_cannot_be_traced_is_one_line_too_and_the_fallback_that_it_names_helps(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.py"
     path.write_text(
         "import torch\nfrom burstpool import Job\n"
@@ -126,8 +128,8 @@ def test_what_cannot_be_traced_is_one_line_too_and_the_fallback_that_it_names_he
     assert done.stderr.count("\n") == 2  # the job's own line, and ours
     assert f"{path}:5" in done.stderr
     assert done.stderr.endswith("or pass --fallback modules\n")
-    done = subprocess.run([*command, "--fallback", "modules"], capture_output=True, text=True, check=True)
-    assert [block["layers"] for block in json.loads(done.stdout)["blocks"]] == [["Net"]]
+    assert run([*command[3:], "--fallback", "modules"]) == 0
+    assert [block["layers"] for block in json.loads(capfd.readouterr().out)["blocks"]] == [["Net"]]
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

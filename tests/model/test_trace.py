@@ -32,8 +32,8 @@ NEEDS_TWO = ("resnet", "inception_v3", "mobilenet", "pointnet")
 """Kinds whose small form has a batch norm over the batch alone, which cannot train on one sample."""
 
 
-DEEP = ("resnet152", "wide_resnet101_2")
-"""Many layers of the kinds that ResNet-50 has; once is enough."""
+DEEP = ("resnet152", "wide_resnet101_2", "resnet50", "inception_v3", "mobilenet_v3_large")
+"""Many layers of the kinds that ResNet-18 and the tiny ones have; once is enough."""
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,13 @@ def test_train_writes_a_run_folder_and_says_what_came_of_it(
     losses, expected = (read_losses(path / "losses.jsonl") for path in (folder, Path(whole["run_folder"])))
     assert [(loss.step, loss.loss) for loss in losses] == [(loss.step, loss.loss) for loss in expected]
     assert json.loads((folder / "options.json").read_text())["clip_norm"] == 0.5
-    _call(job_file, "--resume", str(folder), "--steps", "22", "--clip-norm", "0.7", "--keep", "1", "--set", "lr=0.2")
+    others = ("--steps", "22", "--clip-norm", "0.7", "--keep", "1", "--set", "lr=0.2", "--prepare")
+    _call(job_file, "--resume", str(folder), *others)
     changed = json.loads((folder / "options.json").read_text())
     assert (changed["clip_norm"], changed["keep_checkpoints"], changed["timeout_s"]) == (0.7, 1, 300.0)
     assert json.loads((folder / "run.json").read_text())["settings"]["lr"] == 0.2
-    with pytest.raises(BurstpoolError, match="has trained 22 steps already"):
-        _call("--resume", str(folder))
+    with pytest.raises(BurstpoolError, match="has trained 20 steps already"):
+        _call("--resume", str(folder), "--steps", "20")
 
 
 def test_torchrun_trains_the_same_model(job_file: str, tmp_path: Path) -> None:
