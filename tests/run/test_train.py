@@ -97,7 +97,7 @@ def test_the_measured_timeline_has_the_events_the_simulator_makes(whole: Result)
 def test_a_killed_run_goes_on_and_ends_bit_equal(whole: Result, tmp_path: Path) -> None:
     rank, step = 1, 17  # others, at random, in benchmarks/faults
     job = small_job(what="kill", after=FIRST + step * SAMPLES_A_STEP, rank=rank, marker=str(tmp_path / "marker"))
-    said = rf"rank {rank} was killed by SIGKILL.*it was in step {step}, loading samples; train\\(…, resume=…\\) with "
+    said = rf"rank {rank} was killed by SIGKILL.*it was in step {step}, loading samples; train\(…, resume=…\) with "
     with pytest.raises(RunError, match=said):
         train(job, 2, steps=STEPS, run_folder=tmp_path / "run", options=OPTIONS)
     result = train(job, 2, steps=STEPS, resume=tmp_path / "run", options=OPTIONS)
