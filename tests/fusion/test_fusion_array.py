@@ -218,6 +218,28 @@ def test_an_overflow_skips_one_members_step_and_no_others() -> None:
             torch.testing.assert_close(value, theirs[key])
 
 
+def test_a_loss_scale_is_torchs_step_by_step_and_a_stopped_members_stays() -> None:
+    array = fuse([nn.Linear(2, 2), nn.Linear(2, 2)], torch.ones(2, 2))
+    optimizer = array.optimizer(torch.optim.SGD, lr=0.1)
+    options = {"init_scale": 2.0**124, "growth_interval": 2}
+    scaler, alone = array.loss_scaler(**options), torch.amp.GradScaler("cpu", **options)
+    weight = nn.Parameter(torch.zeros(1))
+    wanted = []
+    for step in range(12):  # gradients of zero, so that the scale grows to the largest there is, and one overflow
+        factor = float("inf") if step == 2 else 0.0
+        weight.grad = torch.full_like(weight, factor)
+        for parameter in array.parameters():
+            parameter.grad = torch.full_like(parameter, factor)
+        alone.scale(torch.zeros(())), alone.step(torch.optim.SGD([weight])), alone.update()
+        scaler.step(optimizer), scaler.update()
+        wanted.append(alone.get_scale())
+        assert scaler.scale_M[0] == wanted[-1]
+        assert scaler.scale_M[1] == wanted[min(step, 1)]
+        if step == 1:
+            array.stop(1)
+    assert max(wanted) == 2.0**127
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_as_close_as_half_precision_allows(dtype: torch.dtype) -> None:
     models = nets(p=0.0)

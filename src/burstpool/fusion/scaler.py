@@ -28,7 +28,7 @@ class LossScaler:
         if unknown := options.keys() - _DEFAULTS.keys():
             raise FusionError(f"the loss scaler has no option {sorted(unknown)[0]!r}; it has {', '.join(_DEFAULTS)}")
         members = len(active)
-        self.parameters = parameters
+        self.parameters, self.active = parameters, active
         self._given = [for_member({**_DEFAULTS, **options}, member, members) for member in range(members)]
         self._overflow_M = torch.zeros(members, dtype=torch.bool, device=active.device)
         self._unscaled = False
@@ -76,15 +76,18 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Smaller scales where there was an overflow, larger after many steps without."""
+        """Smaller scales where there was an overflow, larger after many steps without; a stopped member's stays."""
         numbers, overflow_M = self._numbers, self._overflow_M
         none_M = torch.zeros_like(self.growth_M)
         growth_M = torch.where(overflow_M, none_M, self.growth_M + 1)
         grows_M = growth_M >= numbers["growth_interval"]
         ones_M = torch.ones_like(self.scale_M)
-        self.scale_M.mul_(torch.where(overflow_M, numbers["backoff_factor"], ones_M))
-        self.scale_M.mul_(torch.where(grows_M, numbers["growth_factor"], ones_M))
-        self.growth_M.copy_(torch.where(grows_M, none_M, growth_M))
+        smaller_M = self.scale_M * torch.where(overflow_M, numbers["backoff_factor"], ones_M)
+        larger_M = smaller_M * numbers["growth_factor"]
+        # An infinite scale would overflow for ever.
+        scale_M = torch.where(grows_M & torch.isfinite(larger_M), larger_M, smaller_M)
+        self.scale_M.copy_(torch.where(self.active, scale_M, self.scale_M))
+        self.growth_M.copy_(torch.where(self.active, torch.where(grows_M, none_M, growth_M), self.growth_M))
         self._unscaled = False
 
     def overflowed(self) -> list[bool]:
@@ -93,7 +96,7 @@ class LossScaler:
 
     def keep(self, indices: Sequence[int], active: Tensor) -> None:
         """Only these members, in this order."""
-        chosen = torch.tensor(indices, device=active.device)
+        self.active, chosen = active, torch.tensor(indices, device=active.device)
         self._given = [self._given[index] for index in indices]
         self._spread(active.device)
         self._overflow_M, self.scale_M, self.growth_M = (
@@ -109,6 +112,7 @@ class LossScaler:
 
     def admit(self, active: Tensor) -> None:
         """One more member, with the first one's options."""
+        self.active = active
         self._given.append(dict(self._given[0]))
         self._spread(active.device)
         self._overflow_M = torch.cat([self._overflow_M, torch.zeros_like(self._overflow_M[:1])])
