@@ -42,6 +42,75 @@ class Selecting(nn.Module):
         return (x * self.w)[(x * self.w) > 0]
 
 
+class Tied(nn.Module):
+    """Two layers with one weight: the parameter itself, its memory, or none."""
+
+    def __init__(self, by: str = "") -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        if by == "parameter":
+            self.b.weight = self.a.weight
+        if by == "memory":
+            self.b.weight.data = self.a.weight.data
+        if by == "view":
+            self.register_buffer("first_row", self.a.weight.data[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+def test_members_that_share_other_weights_are_refused() -> None:
+    """The one's second weight would be lost, or the other's taken for one of its own."""
+    x, tied = torch.ones(2, 3), "'b.weight' of member {} is its 'a.weight', of member {} it is not"
+    for first, second, numbers in (("parameter", "", (0, 1)), ("", "parameter", (1, 0))):
+        with pytest.raises(FusionError, match=tied.format(*numbers)):
+            fuse([Tied(first), Tied(second)], x)
+        array = fuse([Tied(first)], x)
+        with pytest.raises(FusionError, match=tied.format(*numbers)):
+            array.admit(Tied(second))
+        assert len(array) == 1
+
+
+@pytest.mark.parametrize(("by", "key"), [("memory", "b.weight"), ("view", "first_row")])
+def test_a_tensor_in_the_memory_of_a_trained_parameter_is_refused(by: str, key: str) -> None:
+    """Alone it changes with each step of the optimizer; stacked it would not."""
+    message = f"'{key}' of member 1 lies in the memory of 'a.weight'"
+    array = fuse([Tied()], torch.ones(2, 3))
+    with pytest.raises(FusionError, match=message if by == "memory" else "has a buffer"):
+        array.admit(Tied(by))
+    with pytest.raises(FusionError, match=message.replace("1", "0")):
+        fuse([Tied(by), Tied(by)], torch.ones(2, 3))
+    for parameter in (frozen := Tied(by)).parameters():
+        parameter.requires_grad = False
+    fuse([frozen], torch.ones(2, 3), verify=True)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
+def test_plain_values_that_differ_between_members_are_refused() -> None:
+    """Tensors may; of others the first member's would be taken for all."""
+    x, y = torch.ones(2, 3), torch.zeros(2, 3)
+    array = fuse([Scaled(3, 3), Scaled(3, 3)], (x, 2.0))
+
+    def losses(weights: Any) -> Tensor:
+        both = [(x, 2.0), (x, 2.0)]
+        return array.losses(both, lambda out, y, w: w * F.mse_loss(out, y), [y, y], weights, per_member=True)
+
+    for weights in ([1.0, 3.0], [1.0, torch.tensor(3.0)], [torch.ones(2).numpy(), torch.ones(2).numpy()]):
+        with pytest.raises(FusionError, match="different values that are no tensors"):
+            losses(weights)
+    torch.testing.assert_close(losses(torch.tensor([1.0, 3.0])), losses([1.0, 1.0]) * torch.tensor([1.0, 3.0]))
+    with pytest.raises(FusionError, match="different values that are no tensors"):
+        array([(x, 2.0), (x, 3.0)], per_member=True)
+    with pytest.raises(FusionError, match=r"captured with 2\.0; called with 3\.0"):
+        array([(x, 3.0), (x, 3.0)], per_member=True)
+    with pytest.raises(FusionError, match=r"captured with 2\.0"):
+        array((x, torch.ones(2)))
+
+
 class Locked(nn.Linear):
     """What has a lock cannot be copied."""
 
@@ -98,7 +167,7 @@ def test_bad_input_is_refused_with_the_member_and_the_difference() -> None:
         (lambda: ready()((X, X)), "not like the example"),
         (lambda: ready()(X[:, :, :4]), r"has shape \[4, 1, 4, 5\]; the models were captured for \['N', 1, 5, 5\]"),
         (lambda: ready()("text"), "input 'x' has type str; the models were captured with a tensor"),
-        (lambda: ready()(["a", "b", "c"], per_member=True), "input 'x' has type str"),
+        (lambda: ready()(["a"] * 3, per_member=True), "input 'x' has type str"),
         (lambda: ready()([X, X], per_member=True), "2 inputs for 3 members"),
         (lambda: ready()([X, X, X[:2]], per_member=True), "different shapes"),
         (lambda: ready()(X, per_member=True), "members first"),

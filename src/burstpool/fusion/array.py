@@ -39,7 +39,7 @@ from burstpool.fusion.schedulers import ArrayScheduler
 from burstpool.fusion.serial import run_serially
 from burstpool.fusion.state import State, skeleton
 from burstpool.fusion.streams import Streams
-from burstpool.fusion.structure import check_same_state, checked_models, checked_seeds, whole_numbers
+from burstpool.fusion.structure import check_memory, check_same_state, checked_models, checked_seeds, whole_numbers
 from burstpool.model.capture import flatten_arguments
 
 if TYPE_CHECKING:
@@ -372,6 +372,7 @@ class FusedArray:
         self._forget_sizes()
         empty = skeleton(model)
         check_same_state(self.state.skeletons[0], empty, member=index)
+        check_memory(model, member=index)
         for optimizer in self.optimizers:
             optimizer.check_options(options)
         try:

@@ -79,7 +79,7 @@ def _check_like_example(capture: Capture, leaves: Sequence[Any], example: Sequen
     shapes = {node.name: node.meta["val"].shape for node in capture.graph.nodes if node.name in capture.inputs}
     for name, leaf, given in zip(capture.inputs, leaves, example, strict=True):
         if not name:
-            if not own and leaf != given:
+            if not _alike(leaf, given):
                 raise FusionError(f"the models were captured with {given!r}; called with {leaf!r}, fuse them anew")
             continue
         if not isinstance(leaf, torch.Tensor):
@@ -92,9 +92,22 @@ def _check_like_example(capture: Capture, leaves: Sequence[Any], example: Sequen
 
 
 def _stacked(column: tuple[Any, ...]) -> Any:
-    if not isinstance(column[0], torch.Tensor):
+    if not all(isinstance(value, torch.Tensor) for value in column):
+        if not all(_alike(value, column[0]) for value in column):
+            kinds = ", ".join(dict.fromkeys(type(value).__name__ for value in column))
+            raise FusionError(f"members have different values that are no tensors ({kinds}); pass a tensor for each")
         return column[0]
     shapes = [list(tensor.shape) for tensor in column]
     if any(shape != shapes[0] for shape in shapes):
         raise FusionError(f"members' batches have different shapes: {shapes}; they must have one")
     return torch.stack(column)
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether plain values are the same; of arrays only one and the same is."""
+    if value is other:
+        return True
+    try:
+        return not isinstance(value, torch.Tensor) and bool(value == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False

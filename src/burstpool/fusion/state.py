@@ -20,7 +20,7 @@ class State:
     """Parameters and buffers [M, …] by state-dict key; a tensor with several keys is held once."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.aliases = _aliases(models[0])
+        self.aliases = aliases(models[0])
         self.skeletons = [skeleton(model) for model in models]
         held = [_held(model) for model in models]
         self.parameters = {
@@ -181,7 +181,7 @@ def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
+def aliases(model: nn.Module) -> dict[str, str]:
     """Every key → the first key of the same tensor."""
     first: dict[int, str] = {}
     return {key: first.setdefault(id(tensor), key) for key, tensor in _named(model)}

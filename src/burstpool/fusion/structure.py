@@ -18,6 +18,7 @@ from torch import fx, nn
 from burstpool.errors import FusionError
 from burstpool.fusion.rules import PerMember, bind
 from burstpool.fusion.rules.base import nodes_in
+from burstpool.fusion.state import aliases
 from burstpool.model.capture import Capture
 from burstpool.model.segment import memory_chain, written_argument
 
@@ -55,6 +56,7 @@ def checked_models(models: Iterable[nn.Module]) -> list[nn.Module]:
             raise FusionError(f"member {index} is the same object as an earlier one; build each member on its own")
         if index:
             check_same_state(models[0], model, member=index)
+        check_memory(model, member=index)
     return models
 
 
@@ -83,6 +85,14 @@ def check_same_state(first: nn.Module, other: nn.Module, *, member: int, referen
             raise FusionError(f"member {owner} has a {kind} {name!r}, member {lacking} has none; fuse them apart")
         for name, tensor in mine.items():
             _check_tensor(tensor, theirs[name], f"{kind} {name!r}", member, reference)
+    tied, tied_there = aliases(first), aliases(other)
+    for name in tied:
+        if tied[name] != tied_there[name]:
+            ties = [(reference, tied[name], member), (member, tied_there[name], reference)]
+            owner, key, lacking = ties[tied[name] == name]
+            raise FusionError(
+                f"{name!r} of member {owner} is its {key!r}, of member {lacking} it is not; fuse them apart"
+            )
     for (name, a), (_, b) in zip(first.named_modules(), other.named_modules(), strict=False):
         if a.training != b.training:
             modes = {True: "training", False: "eval"}
@@ -90,6 +100,29 @@ def check_same_state(first: nn.Module, other: nn.Module, *, member: int, referen
                 f"module {name or 'itself'!r} of member {member} is in {modes[b.training]} mode, of member "
                 f"{reference} in {modes[a.training]} mode; call .train() or .eval() on all of them"
             )
+
+
+def check_memory(model: nn.Module, *, member: int) -> None:
+    """Refuses a trained parameter in whose memory another tensor lies: the two would part."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    by_storage: dict[int, list[str]] = {}
+    for key, tensor in held.items():
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(key)
+    for mine, other in (pair for keys in by_storage.values() for pair in itertools.combinations(keys, 2)):
+        trained = any(held[key].requires_grad for key in (mine, other))
+        (start, end), (start_there, end_there) = _span(held[mine]), _span(held[other])
+        if trained and start < end_there and start_there < end:
+            raise FusionError(
+                f"{other!r} of member {member} lies in the memory of {mine!r}, as by `.data`, and would not follow it; "
+                "share the parameter itself, or copy it"
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """From which to which address it lies."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _tensors(model: nn.Module, kind: str) -> dict[str, torch.Tensor]:
