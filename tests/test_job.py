@@ -1,5 +1,6 @@
 """Jobs: loading from files and the zoo, hyper-parameters checked against annotations."""
 
+import json
 import random
 import textwrap
 from pathlib import Path
@@ -9,7 +10,16 @@ import pytest
 import torch
 
 from burstpool.errors import JobError
-from burstpool.job import Job, fingerprint, from_anywhere, load_job, model_arguments, parse_settings
+from burstpool.job import (
+    Job,
+    as_recorded,
+    fingerprint,
+    from_anywhere,
+    from_record,
+    load_job,
+    model_arguments,
+    parse_settings,
+)
 
 JOB_FILE = """
 import torch
@@ -159,6 +169,8 @@ def test_a_job_file_documented_in_the_design_loads(tmp_path: Path) -> None:
 
 
 ODD_JOBS = """
+import enum
+import math
 import torch
 from torch.nn import functional as F
 from burstpool import Job
@@ -186,6 +198,10 @@ def random_data():
     return make(data=[(torch.rand(2) + numpy.random.rand() + random.random(), 0)] * 3)
 def collecting(width: int = 2, *others, **more): return make(model=lambda: torch.nn.Linear(2, width))
 def leaving(): raise SystemExit(3)
+class Act(enum.Enum):
+    RELU = "relu"
+    TANH = "tanh"
+def odd(width: int | None = 3, act: Act = Act.RELU, clip: float = math.inf, note=None, *others, **more): return make()
 """
 
 
@@ -252,6 +268,34 @@ def test_a_job_function_may_collect_further_arguments(tmp_path: Path) -> None:
     assert load_job(f"{path}:collecting", {"width": 3}).build_model().out_features == 3
     with pytest.raises(JobError, match="no hyper-parameter 'more'; it has: width"):
         load_job(f"{path}:collecting", {"more": 3})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"width": "None", "act": "tanh", "clip": "1"},
+        {"clip": "-inf", "note": "None"},
+        {"note": "hi", "clip": "nan"},
+    ],
+)
+def test_a_job_is_made_again_from_its_record(tmp_path: Path, given: dict[str, str]) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    source = f"{path}:odd"
+    settings = load_job(source, given).settings
+    recorded = json.loads(json.dumps({name: as_recorded(value) for name, value in settings.items()}, allow_nan=False))
+    again = load_job(source, from_record(source, recorded)).settings
+    assert {name: str(value) for name, value in again.items()} == {name: str(value) for name, value in settings.items()}
+
+
+def test_none_is_a_value_where_the_annotation_or_the_default_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    settings = load_job(f"{path}:odd", {"width": "None", "note": "None"}).settings
+    assert (settings["width"], settings["note"]) == (None, None)
+    with pytest.raises(JobError, match=r"width=None for .* valid integer"):
+        load_job(f"{path}:collecting", {"width": "None"})
 
 
 def test_a_jobs_place_and_fingerprint_do_not_depend_on_where_one_stands(

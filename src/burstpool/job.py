@@ -6,9 +6,11 @@ annotations say which values `--set` may give them. Takes `"job.py"`, `"job.py:f
 
 import contextlib
 import dataclasses
+import enum
 import hashlib
 import importlib.util
 import inspect
+import math
 import os
 import random
 import sys
@@ -194,12 +196,7 @@ def is_job(source: str) -> bool:
 
 def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """The settings converted to the types the function's annotations ask for."""
-    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = {
-        name: parameter
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind not in collecting
-    }
+    parameters = _named(inspect.signature(function))
     try:
         annotations = inspect.get_annotations(function, eval_str=True)
     except Exception as error:
@@ -210,7 +207,7 @@ def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], *,
             known = ", ".join(parameters) or "none"
             raise JobError(f"{source} has no hyper-parameter {key!r}; it has: {known}")
         default = parameters[key].default
-        inferred = str if default in (inspect.Parameter.empty, None) else type(default)
+        inferred = str if default is inspect.Parameter.empty else str | None if default is None else type(default)
         accepted[key] = _convert(value, annotations.get(key, inferred), where=f"{key}={value} for {source}")
     for key, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and key not in accepted:
@@ -220,13 +217,24 @@ def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], *,
 
 def settings_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """All hyper-parameters of a call, defaults included."""
-    bound = inspect.signature(function).bind(**given)
+    signature = inspect.signature(function)
+    bound = signature.bind(**given)
     bound.apply_defaults()
-    return dict(bound.arguments)
+    return {name: bound.arguments[name] for name in _named(signature)}
+
+
+def _named(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """All but `*args` and `**kwargs`."""
+    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: each for name, each in signature.parameters.items() if each.kind not in collecting}
 
 
 def as_recorded(value: Any) -> str | int | float | bool | None:
-    """A hyper-parameter as a run's record holds it."""
+    """A hyper-parameter as a run's record holds it: as `--set` takes it, where that is possible."""
+    if isinstance(value, enum.Enum):
+        return as_recorded(value.value)
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
+        return str(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
@@ -256,11 +264,20 @@ def _convert(value: Any, annotation: Any, *, where: str) -> Any:
         adapter = pydantic.TypeAdapter(annotation)
     except pydantic.PydanticSchemaGenerationError:
         raise JobError(f"{where}: its annotation {annotation!r} is not a type that a text can become") from None
+    if value == "None" and _takes_none(adapter):
+        return None
     try:
         return adapter.validate_strings(value) if isinstance(value, str) else adapter.validate_python(value)
     except pydantic.ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"]
         raise JobError(f"{where}: {message[0].lower()}{message[1:]}") from None
+
+
+def _takes_none(adapter: pydantic.TypeAdapter[Any]) -> bool:
+    try:
+        return adapter.validate_python(None) is None
+    except pydantic.ValidationError:
+        return False
 
 
 def _zoo_function(source: str) -> tuple[str, Callable[..., Any]]:
