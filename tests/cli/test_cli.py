@@ -94,6 +94,8 @@ def test_demo_tells_the_story(
         (["profile", "zoo:tiny_mlp", "--threads", "0"], "--threads"),
         (["profile", "none.json"], "cannot read none.json"),
         (["cluster", "none.toml"], "none.toml"),
+        (["train", "zoo:tiny_mlp", "--devices", "1", "--batch", "-3"], "--batch"),
+        (["train", "zoo:tiny_mlp", "--devices", "1", "--batch", "0"], "--batch"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

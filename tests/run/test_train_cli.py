@@ -1,6 +1,7 @@
 """`burstpool train` and torchrun, as a user types them."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from burstpool.cli.train import train
 from burstpool.errors import BurstpoolError
 from burstpool.job import load_job
-from burstpool.run.folder import read_losses
+from burstpool.run.folder import RunFolder, StepLoss, held, read_losses
 
 app = typer.Typer()
 app.command()(train)
@@ -104,9 +105,53 @@ def test_torchrun_trains_the_same_model(job_file: str, tmp_path: Path) -> None:
         (("--devices", "2"), "say which job to train"),
         (("zoo:tiny_mlp", "--devices", "2", "--fallback", "layers"), "the only fallback is modules"),
         (("zoo:tiny_mlp", "--devices", "2", "--no-measure", "--batch", "5000"), "pass a smaller batch"),
+        (("zoo:tiny_mlp", "--devices", "2", "--timeout", "nan"), "--timeout: Input should be a finite number"),
     ],
 )
 def test_mistakes_say_what_to_do(words: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BurstpoolError, match=message):
         CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_prepare_gives_a_command_that_a_shell_takes_and_as_json_one_object(job_file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "two words"
+    words = (job_file, "--devices", "1", "--no-measure", "--prepare", "--run-folder", str(folder))
+    short = json.loads(_call(*words, "--json"))
+    assert short["run_folder"] == str(folder)
+    assert shlex.split(short["command"])[-1] == str(folder)
+    with pytest.raises(BurstpoolError, match=f"holds a run already; pass --resume '{folder}'"):
+        _call(*words)
+
+
+def test_a_run_that_another_process_trains_is_left_alone(job_file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    _call(job_file, "--devices", "1", "--no-measure", "--steps", "3", "--prepare", "--run-folder", str(folder))
+    (folder / "losses.jsonl").write_text('{"step": 0, "loss": 1.5, "step_time_s": 0.5}\n')
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with held(folder), pytest.raises(BurstpoolError, match=r"another process trains .*; wait until it has ended"):
+        _call("--resume", str(folder), "--steps", "5")
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert json.loads(_call("--resume", str(folder), "--json"))["steps"] == 3
+
+
+def test_losses_that_cannot_be_read_or_written_are_no_traceback(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.add_losses([StepLoss(step=0, loss=1.5, step_time_s=0.5)])
+    for broken in (b"[1]\n", b"\xff\xfe\n", b'{"step": 1}\n', b'{"step": 1, "lo'):
+        kept = folder.losses.read_bytes()
+        folder.losses.write_bytes(kept + broken)
+        assert [loss.step for loss in read_losses(folder.losses)] == [0]
+        folder.losses.write_bytes(kept)
+    folder.losses.unlink()
+    folder.losses.mkdir()
+    with pytest.raises(BurstpoolError, match=r"cannot write .*losses\.jsonl: Is a directory"):
+        folder.add_losses([StepLoss(step=1, loss=1.5, step_time_s=0.5)])
+
+
+def test_a_folder_with_a_sweep_takes_no_run(job_file: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(BurstpoolError, match="holds a run already"):
+        _call(job_file, "--devices", "1", "--no-measure", "--prepare", "--run-folder", str(tmp_path))
+    with pytest.raises(BurstpoolError, match="is a sweep"):
+        _call("--resume", str(tmp_path))

@@ -19,6 +19,7 @@ from sweep_jobs import job, single
 
 import burstpool
 from burstpool.errors import JobError, RunError
+from burstpool.run.folder import held
 from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
 from burstpool.sweeping.runner import InterruptedSweep
 
@@ -150,6 +151,8 @@ def test_a_sweep_goes_on_from_another_folder_with_a_job_that_lies_elsewhere_and_
         burstpool.sweep(None, resume=tmp_path / "run")
     with pytest.raises(RunError, match=r"is a sweep of .*old/mine\.py, not of zoo:tiny_mlp"):
         burstpool.sweep("zoo:tiny_mlp", resume=tmp_path / "run")
+    with pytest.raises(RunError, match=r"is a sweep of .*old/mine\.py, not of new/moved\.py:single"):
+        burstpool.sweep("new/moved.py:single", resume=tmp_path / "run")
     caplog.clear()
     file.write_text(JOBS.read_text() + "\n# changed\n")
     with pytest.raises(InterruptedSweep):
@@ -251,7 +254,7 @@ def test_a_sweep_that_another_process_trains_is_left_alone(tmp_path: Path, monke
     stopped(tmp_path / "run", monkeypatch)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with (
-        SweepFolder(tmp_path / "run").held(),
+        held(tmp_path / "run"),
         pytest.raises(RunError, match=r"another process trains .*; wait until it has ended"),
     ):
         burstpool.sweep(None, resume=tmp_path / "run")

@@ -49,7 +49,9 @@ def train(
     plan: Annotated[Path | None, typer.Option(help="A plan file; burstpool plan writes one.")] = None,
     devices: Annotated[int | None, typer.Option(help="Data parallelism on so many devices.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="The step at which training ends.", min=1)] = 100,
-    batch: Annotated[int | None, typer.Option(help="Samples a step over all devices; the job's if left out.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples a step over all devices; the job's if left out.", min=1)
+    ] = None,
     minibatches: Annotated[int, typer.Option(help="With --devices: minibatches a step; gradients add up.", min=1)] = 1,
     resume: Annotated[
         Path | None, typer.Option(help="A run folder to go on with, as it was but for what is given.")
@@ -117,8 +119,11 @@ def train(
         "inputs": inputs,
     }
     if prepare:
-        _, start = trainer.prepare(source, found, **common)
-        print(f"torchrun --nproc-per-node {found.num_devices} -m burstpool.run.worker {start.folder.path}")
+        with json_alone(as_json):
+            _, start = trainer.prepare(source, found, **common)
+        path = str(start.folder.path)
+        command = f"torchrun --nproc-per-node {found.num_devices} -m burstpool.run.worker {shlex.quote(path)}"
+        print(json_line({"run_folder": path, "command": command}) if as_json else command)
         return
     with json_alone(as_json), _progress(job.name) as observer:
         try:
@@ -191,7 +196,9 @@ def _options(**fields: Any) -> "RunOptions":
     try:
         return pydantic.TypeAdapter(RunOptions).validate_python(fields)
     except pydantic.ValidationError as error:
-        raise RunError(f"--{first_line(error).replace('_', '-', 1)}") from None
+        field, colon, what = first_line(error).partition(":")
+        option = next((option for option, name in _FIELDS.items() if name == field), field.replace("_", "-"))
+        raise RunError(f"--{option}{colon}{what}") from None
 
 
 def _plan(
@@ -237,7 +244,9 @@ def _data_parallel(
     from burstpool.plan.inputs import PlanInputs
     from burstpool.profiling.measure import profile
     from burstpool.run.machine import this_machine
+    from burstpool.run.order import check_enough
 
+    check_enough(len(job.data), samples_per_step=batch)  # type: ignore[arg-type]
     _, target = job.samples(2)
     share = -(-batch // num_devices)
     with progress_bar(f"measuring {job.name}") as progress:

@@ -11,16 +11,23 @@ weights.safetensors  the trained model, with the user's own keys
 error.txt            the workers' tracebacks, if the run failed
 """
 
+import contextlib
 import datetime
+import fcntl
 import json
+import logging
+import os
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from burstpool.artifact import STRICT, Artifact, write_whole
 from burstpool.errors import ArtifactError, RunError
+
+_LOG = logging.getLogger(__name__)
 
 Setting = str | int | float | bool | None
 
@@ -76,8 +83,8 @@ class RunFolder:
     def create(cls, path: Path) -> "RunFolder":
         """Makes the folder; one that holds a run already is refused."""
         folder = cls(path)
-        if folder.record.exists():
-            raise RunError(f"{path} holds a run already; pass --resume {path} to go on with it, or another folder")
+        if folder.record.exists() or (path / "sweep.json").exists():
+            raise RunError(used(path))
         try:
             folder.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -89,7 +96,11 @@ class RunFolder:
         """A folder that holds a run."""
         folder = cls(path)
         if not folder.record.is_file():
-            raise RunError(f"{path} is no run folder: it has no run.json")
+            is_sweep = (path / "sweep.json").is_file()
+            raise RunError(
+                f"{path} is "
+                + ("a sweep; burstpool sweep goes on with it" if is_sweep else "no run folder: it has no run.json")
+            )
         return folder
 
     def cut_losses(self, step: int) -> None:
@@ -99,19 +110,43 @@ class RunFolder:
 
     def add_losses(self, losses: Iterable[StepLoss]) -> None:
         """Appends lines."""
-        with self.losses.open("a", encoding="utf-8") as file:
-            file.writelines(_line(loss) for loss in losses)
+        try:
+            with self.losses.open("a", encoding="utf-8") as file:
+                file.writelines(_line(loss) for loss in losses)
+        except OSError as error:
+            raise RunError(f"cannot write {self.losses}: {error.strerror}") from None
+
+
+def used(path: Path) -> str:
+    """What is said of a folder that holds a run, and is given for a new one."""
+    return f"{path} holds a run already; pass --resume {shlex.quote(str(path))} to go on with it, or another folder"
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keeps other processes from training in the same folder; the system lets go of it when this one ends or dies."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another process trains {path}; wait until it has ended, or stop it") from None
+        except OSError as error:
+            _LOG.debug("%s cannot be locked: %s", path, error)  # not every network file system can
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_losses(path: Path) -> list[StepLoss]:
     """All whole lines; a last one that was cut short is left out."""
-    if not path.exists():
-        return []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         try:
-            found.append(StepLoss(**json.loads(line)))
-        except ValueError:
+            entry = json.loads(line)
+            found.append(StepLoss(step=int(entry["step"]), loss=entry["loss"], step_time_s=entry["step_time_s"]))
+        except (ValueError, TypeError, KeyError):
             break
     return found
 

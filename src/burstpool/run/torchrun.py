@@ -4,6 +4,7 @@ Takes a run folder; its newest checkpoint, if there is one, is gone on from. SIG
 checkpoint and end. Losses and the timeline are written by rank 0 at the end.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from burstpool.errors import BurstpoolError, RunError
 from burstpool.job import from_record
 from burstpool.plan.plan import Plan
 from burstpool.run.checkpoint import CheckpointState, latest_checkpoint
-from burstpool.run.folder import RunFolder, RunRecord
+from burstpool.run.folder import RunFolder, RunRecord, held
 from burstpool.run.options import RunOptions
 from burstpool.run.outcome import write_outcome
 from burstpool.run.progress import RunLog
@@ -53,7 +54,7 @@ def run(folder: RunFolder) -> None:
     task, first_step = _task(folder)
     reports: list[Any] = []
     place = _place(task.plan, reports)
-    with joined(place, task.options) as seat:
+    with held(folder.path) if place.rank == 0 else contextlib.nullcontext(), joined(place, task.options) as seat:
         own = (reports, train_at(seat, place, task))
         gathered: list[Any] | None = [None] * place.num_workers if place.rank == 0 else None
         dist.gather_object(own, gathered, dst=0, group=seat.control)

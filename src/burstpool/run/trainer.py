@@ -11,6 +11,7 @@ import datetime
 import logging
 import pickle
 import platform
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from burstpool.plan.inputs import PlanInputs
 from burstpool.plan.plan import Plan
 from burstpool.run.checkpoint import CheckpointState, latest_checkpoint
 from burstpool.run.even import even_plan
-from burstpool.run.folder import RunFolder, RunRecord, new_run_path
+from burstpool.run.folder import RunFolder, RunRecord, held, new_run_path
 from burstpool.run.options import RunOptions
 from burstpool.run.order import check_enough
 from burstpool.run.outcome import Result, WorkerResult, write_outcome
@@ -84,7 +85,8 @@ def run_prepared(
     task: Task, start: "Start", *, engine: Engine | None = None, observer: Observer | None = None
 ) -> Result:
     """Runs what `prepare` prepared; its other arguments are those of `train`."""
-    return _Watch(task, start, engine or LocalEngine(), observer).run()
+    with held(start.folder.path):
+        return _Watch(task, start, engine or LocalEngine(), observer).run()
 
 
 def resumed(task: Task, folder: RunFolder) -> "tuple[Task, Start]":
@@ -127,10 +129,11 @@ def prepare(
         resume_from=None if start.checkpoint is None else str(start.checkpoint.resolve()),
     )
     _check_picklable(task)
-    _write_artifacts(start.folder, task, loaded, source.source if source else "")
-    if inputs is not None:
-        inputs.save(PlanInputs.path(start.folder.plan))
-    start.folder.cut_losses(start.step)
+    with held(start.folder.path):  # somebody else may train there, from what lies there
+        _write_artifacts(start.folder, task, loaded, source.source if source else "")
+        if inputs is not None:
+            inputs.save(PlanInputs.path(start.folder.plan))
+        start.folder.cut_losses(start.step)
     return task, start
 
 
@@ -194,8 +197,9 @@ class _Watch:
         if text:
             write_whole(folder.error, text)
         newest = latest_checkpoint(folder.checkpoints)
-        how = "burstpool train --resume" if isinstance(self.task.job, JobSource) else "train(…, resume=…) with"
-        go_on = f"; {how} {folder.path} goes on from {newest.name}" if newest is not None else ""
+        again = f"burstpool train --resume {shlex.quote(str(folder.path))}"
+        how = again if isinstance(self.task.job, JobSource) else f"train(…, resume=…) with {folder.path}"
+        go_on = f"; {how} goes on from {newest.name}" if newest is not None else ""
         return f"{error}{go_on}" + (f"; tracebacks in {folder.error}" if text else "")
 
 

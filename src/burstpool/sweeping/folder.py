@@ -14,12 +14,9 @@ report.html          curves of all trials
 that is killed at any moment goes on from the last `trials.json`.
 """
 
-import contextlib
-import fcntl
 import json
-import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,12 +25,11 @@ import torch
 
 from burstpool.artifact import STRICT, Artifact, write_whole
 from burstpool.errors import ArtifactError, RunError
+from burstpool.run.folder import used
 from burstpool.sweeping.options import StepOptions
 from burstpool.sweeping.sizing import Sizing
 from burstpool.sweeping.space import Space
 from burstpool.sweeping.trials import Trial
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +136,7 @@ class SweepFolder:
         """Makes the folder; one that holds a run already is refused."""
         folder = cls(path)
         if folder.record.exists() or (path / "run.json").exists():
-            raise RunError(f"{path} holds a run already; pass --resume {path} to go on with it, or another folder")
+            raise RunError(used(path))
         folder.make(folder.checkpoints)
         folder.make(folder.states)
         return folder
@@ -160,21 +156,6 @@ class SweepFolder:
             what = "a run of burstpool train" if (path / "run.json").is_file() else "no sweep: it has no sweep.json"
             raise RunError(f"{path} is {what}; give the run folder of a sweep")
         return folder
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keeps other processes from training the same sweep; the system lets go of it when this one ends or dies."""
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(f"another process trains {self.path}; wait until it has ended, or stop it") from None
-            except OSError as error:
-                _LOG.debug("%s cannot be locked: %s", self.path, error)  # not every network file system can
-            yield
-        finally:
-            os.close(descriptor)
 
     def load_state(self) -> SweepState:
         """How far it had come; the beginning where it had not come anywhere."""

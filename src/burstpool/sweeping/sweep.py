@@ -20,7 +20,7 @@ import torch
 from burstpool.errors import BurstpoolError, RunError
 from burstpool.fusion.array import Execution
 from burstpool.job import Job, fingerprint, from_anywhere, in_words, job_function, model_arguments
-from burstpool.run.folder import new_run_path
+from burstpool.run.folder import held, new_run_path
 from burstpool.sweeping.feed import moved
 from burstpool.sweeping.floor import Builder, Floor
 from burstpool.sweeping.folder import SweepFolder, SweepRecord, SweepState
@@ -129,7 +129,7 @@ def sweep(
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         versions={"burstpool": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
-    with folder.held(), _threads(record.threads):
+    with held(folder.path), _threads(record.threads):
         record.save(folder.record)
         floor = Floor(folder, record, builder)
         floor.begin_s = begin_s
@@ -146,7 +146,7 @@ def _resumed(
         raise RunError(f"{path} is a sweep of a function; go on with it in Python: burstpool.sweep(function, resume=…)")
     if not callable(job):
         job = _same_job(job, record, path)
-    with folder.held():
+    with held(folder.path):
         return _gone_on(job, folder, record, checkpoint_every_s, observer)
 
 
@@ -154,11 +154,16 @@ def _same_job(job: str | Path | None, record: SweepRecord, folder: Path) -> str:
     """The job that a sweep began with; it may be named again where its file lies elsewhere by now."""
     named = from_anywhere(job or record.source)
     found = fingerprint(named)
-    if named != from_anywhere(record.source) and (not found or found != record.source_fingerprint):
+    moved_only = found == record.source_fingerprint != "" and _function_name(named) == _function_name(record.source)
+    if named != from_anywhere(record.source) and not moved_only:
         raise RunError(f"{folder} is a sweep of {record.source or 'a function'}, not of {job}; leave the job out")
     if found and record.source_fingerprint not in ("", found):
         _LOG.warning("%s was changed since the sweep began: trials that are made from now on may differ", named)
     return named
+
+
+def _function_name(source: str) -> str:
+    return source.partition(".py:")[2] or "job"
 
 
 def _gone_on(
