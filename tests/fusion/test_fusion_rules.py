@@ -254,6 +254,25 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ..
     "gather": (lambda w, x: (x * w).gather(1, x.argsort(1)), (5,), (6, 5)),
     "gather by the member's own": (lambda w, x: x.gather(1, (x * w).argsort(1)) * w, (5,), (6, 5)),
     "where": (lambda w, x: torch.where(x > w, x * w, w * 2), (5,), (6, 5)),
+    "rows filled with the member's own": (
+        lambda w, x: x.index_fill(1, torch.tensor([0, 2]), w.sum()) * w,
+        (5,),
+        (6, 5),
+    ),
+    "windows by strides": (
+        lambda w, x: F.linear(x, w).as_strided((x.shape[0], 2, 4, 5), (30, 10, 5, 1)),
+        (5, 5),
+        (6, 5),
+    ),
+    "strides of a transpose": (
+        lambda w, x: F.linear(x, w).transpose(0, 2).as_strided((3, 4), (1, 7), 2),
+        (5, 5),
+        (6, 5),
+    ),
+    "strides of a weight": (lambda w, x: x + w.as_strided((2, 5), (1, 2), 3).sum(0), (5, 5), (6, 5)),
+    "written by strides": (lambda w, x: _written_by_strides(w, x), (5, 5), (6, 5)),
+    "loss of two numbers": (lambda w, x: x + F.l1_loss(w.sum(), (w * w).sum()), (5,), (6, 5)),
+    "product of no rows": (lambda w, x: x + (torch.zeros(0, 5, dtype=x.dtype) @ w).sum(), (5, 5), (6, 5)),
     "masked fill": (lambda w, x: (x * w).masked_fill(x > 0, -1.0), (5,), (6, 5)),
     "in place": (lambda w, x: (x * w).add_(w).relu_(), (5,), (6, 5)),
     "in place into a shared tensor": (lambda w, x: torch.zeros_like(x).add_(x).add_(w), (5,), (6, 5)),
@@ -344,6 +363,12 @@ def _copied_and_written(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return y, turned, rows
 
 
+def _written_by_strides(w: Tensor, x: Tensor) -> Tensor:
+    y = F.linear(x, w)
+    y.as_strided((3, 2), (5, 1)).mul_(2.0)
+    return y
+
+
 def _written_alias(w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     y = x * w
     rows = y.view(x.shape[0], -1)
@@ -422,6 +447,28 @@ def test_an_operator_that_changes_a_shape_in_place_and_has_no_rule_is_refused() 
     models = [Calls(lambda w, x: x * (w * 2).as_strided_((2,), (1,)), 5) for _ in range(2)]
     with pytest.raises(FusionError, match=r"as_strided_.* changes a tensor's shape in place"):
         fuse(models, rows(2)).explain()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, x: x * torch.as_strided_copy(w * 2, (1,), (1,), 1),
+        lambda w, x: x * torch.as_strided_scatter(w, w[:1], (1,), (1,), 1)[:2],
+        lambda w, x: x * w[::2].as_strided((1,), (1,), 1),
+        lambda w, x: x * w[:2].as_strided((1,), (1,), 3),
+    ],
+)
+def test_an_operator_that_reads_memory_where_members_lie_otherwise_is_refused(function: Callable[..., Tensor]) -> None:
+    with pytest.raises(FusionError, match=r"reads (memory by strides|beyond its tensor)"):
+        fuse([Calls(function, 5) for _ in range(2)], rows(2))(rows(2))
+
+
+def test_one_member_after_another_reads_its_own_memory_by_strides() -> None:
+    """A member's slice of the stacked weight does not begin where the memory does."""
+    for function in (lambda w, x: x * w.as_strided((2,), (2,), 1), lambda w, x: x * w[1:].as_strided((2,), (2,), 2)):
+        models = built(lambda seed, function=function: Calls(function, 5), 3)
+        results = fuse(models, rows(2), mode="serial")(rows(2))
+        torch.testing.assert_close(results, torch.stack([model(rows(2)) for model in models]), rtol=0, atol=0)
 
 
 ACTIVATIONS = [

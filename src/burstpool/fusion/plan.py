@@ -18,7 +18,7 @@ from torch import fx, nn
 from burstpool.errors import FusionError
 from burstpool.fusion.rules import Call, Lowered, PerMember, Run, bind, lower
 from burstpool.fusion.rules.base import Kernel, nodes_in, plain, with_members
-from burstpool.fusion.rules.layout import in_order, memory_order
+from burstpool.fusion.rules.layout import as_alone
 from burstpool.model.segment import memory_chain, stale_views, written_argument
 
 _REGIONS = {
@@ -231,9 +231,8 @@ def _extra(node: fx.Node, kernel: Kernel, why: str) -> Step:
 
 def _laid_as_alone(node: fx.Node) -> Kernel:
     """Each member's part in the order in memory that it has alone: what is a view of it alone is one here."""
-    order = memory_order(node.meta["val"])
-    members_first = None if order is None else [0, *(dim + 1 for dim in order)]
-    return lambda run, x: in_order(x, members_first)
+    laid = as_alone(node.meta["val"])
+    return lambda run, x: laid(x)
 
 
 def _new_memory(node: fx.Node) -> Kernel:

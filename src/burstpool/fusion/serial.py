@@ -15,7 +15,7 @@ from burstpool.fusion.modes import Mode
 from burstpool.fusion.plan import _REGIONS, _filled, _setting
 from burstpool.fusion.rules import PerMember, Run, bind
 from burstpool.fusion.rules.concurrent import side_by_side
-from burstpool.fusion.rules.fallback import joined
+from burstpool.fusion.rules.fallback import BY_STRIDES, joined
 from burstpool.fusion.rules.layout import in_order
 from burstpool.model.segment import memory_chain, written_argument
 
@@ -117,10 +117,15 @@ class _Member:
         args = map_aggregate(node.args, lambda a: known[a] if isinstance(a, fx.Node) else a)
         kwargs = map_aggregate(node.kwargs, lambda a: known[a] if isinstance(a, fx.Node) else a)
         target: Any = node.target
-        if key in self.numbers:
-            args, kwargs = (), {k: _filled(v, known) for k, v in bind(node).items()}
-            kwargs.update((name, values.values[self.index]) for name, values in self.numbers[key].items())
-        elif target is torch.ops.aten.view.default:  # a member's tensor may lie otherwise than when it was captured
+        by_strides = getattr(target, "overloadpacket", None) in BY_STRIDES
+        if key in self.numbers or by_strides:
+            bound: dict[str, Any] = {name: _filled(value, known) for name, value in bind(node).items()}
+            bound.update((name, values.values[self.index]) for name, values in self.numbers.get(key, {}).items())
+            if by_strides and bound["storage_offset"] is not None:  # counts from where the memory begins
+                captured: Tensor = bind(node)["self"].meta["val"]
+                bound["storage_offset"] += bound["self"].storage_offset() - captured.storage_offset()
+            return target(**bound)
+        if target is torch.ops.aten.view.default:  # a member's tensor may lie otherwise than when it was captured
             target = torch.ops.aten.reshape.default
         return target(*args, **kwargs)
 

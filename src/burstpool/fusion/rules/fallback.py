@@ -20,10 +20,21 @@ from burstpool.fusion.rules.base import Call, Kernel, Lowered, PerMember, Run, c
 _TRIAL_MEMBERS = 2
 _NO_LOOP = "fallback"
 """A word of torch's refusal."""
+BY_STRIDES = {
+    torch.ops.aten.as_strided,
+    torch.ops.aten.as_strided_copy,
+    torch.ops.aten.as_strided_scatter,
+}
+"""Operators that are told where in memory to read: a member's tensor lies elsewhere than alone."""
 
 
 def fallback(call: Call) -> Lowered:
     """vmap's rule, else a loop."""
+    if call.op.overloadpacket in BY_STRIDES:
+        raise FusionError(
+            f"operator {call.node.name!r} ({call.op}) reads memory by strides, in which members lie otherwise than "
+            "alone; use slices or unfold"
+        )
     if torch.Tag.nondeterministic_seeded in call.op.tags:
         return Lowered(kernel=_loop(call, random=True), way="loop", why="random: each member draws from its own stream")
     if call.per_member():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run
+from burstpool.fusion.rules.fallback import looped
 
 aten = torch.ops.aten
 
@@ -24,4 +25,8 @@ def _index(call: Call) -> Lowered | None:
     return Lowered(kernel=kernel, why="indices behind the member dimension")
 
 
-RULES: dict[Callable[..., Any], Rule] = {aten.index: _index}
+def _index_fill(call: Call) -> Lowered | None:
+    return looped(call, "vmap fills in one member's number for all") if call.is_batched("value") else None
+
+
+RULES: dict[Callable[..., Any], Rule] = {aten.index: _index, aten.index_fill: _index_fill}

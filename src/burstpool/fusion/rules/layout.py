@@ -5,7 +5,7 @@ Shapes: M = members, N = samples, C = channels, … = any further dimensions.
 """
 # ruff: noqa: N803 -- shape suffixes are capitals
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +42,28 @@ def memory_order(tensor: torch.Tensor) -> list[int] | None:
 
     torch draws a mask in this order, so a transposed input gets another mask than a contiguous one.
     """
-    strides = [int(s.node.hint) if isinstance(s, torch.SymInt) else s for s in torch.empty_like(tensor).stride()]
+    strides = _strides(torch.empty_like(tensor))
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     order_of_sized = [dim for dim in order if tensor.shape[dim] != 1]
     return order if order_of_sized != sorted(order_of_sized) else None
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a captured tensor fills its memory: no gaps, and no element twice."""
+    sides = zip(tensor.shape, _strides(tensor), _strides(torch.empty_like(tensor)), strict=True)
+    return all(mine == dense for size, mine, dense in sides if size != 1)
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Of a captured tensor, at the batch it was captured with."""
+    return [int(s.node.hint) if isinstance(s, torch.SymInt) else s for s in tensor.stride()]
+
+
+def as_alone(captured: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Lays [M, …] so that each member's part lies in memory as the captured tensor does: it is a view where that is."""
+    order = memory_order(captured)
+    members_first = None if order is None else [0, *(dim + 1 for dim in order)]
+    return lambda x: in_order(x, members_first)
 
 
 def in_order(tensor: torch.Tensor, order: Sequence[int] | None) -> torch.Tensor:

@@ -85,7 +85,8 @@ def _elementwise(call: Call) -> Lowered | None:
         each: Tensor = op(*bound.values())
         if reduction == NONE:
             return each
-        return each.flatten(1).mean(1) if reduction == MEAN else each.flatten(1).sum(1)
+        each_M = each.reshape(run.members, -1)
+        return each_M.mean(1) if reduction == MEAN else each_M.sum(1)
 
     return Lowered(kernel=kernel, why="element by element, a mean for each member")
 

@@ -42,7 +42,7 @@ def linear_shared(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Te
         return linear_batched(run, x.expand(run.members, *x.shape), w_MOI, b_MO)
     bias = None if b_MO is None else b_MO.flatten()
     y = torch.nn.functional.linear(x, w_MOI.flatten(0, 1), bias)
-    return y.view(*y.shape[:-1], run.members, -1).movedim(-2, 0)
+    return y.view(*y.shape[:-1], run.members, w_MOI.shape[1]).movedim(-2, 0)
 
 
 def linear_batched(run: Run, x: Tensor, w_MOI: Tensor, b_MO: Tensor | None) -> Tensor:
@@ -161,7 +161,7 @@ def _matmul(call: Call) -> Lowered | None:
 
 def _mm_shared(run: Run, x_PI: Tensor, w_MIO: Tensor) -> Tensor:
     y = x_PI @ w_MIO.transpose(0, 1).flatten(1)
-    return y.view(x_PI.shape[0], run.members, -1).transpose(0, 1)
+    return y.view(x_PI.shape[0], run.members, w_MIO.shape[2]).transpose(0, 1)
 
 
 def _bmm(call: Call) -> Lowered | None:

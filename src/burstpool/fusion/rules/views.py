@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from burstpool.errors import FusionError
 from burstpool.fusion.rules.base import Call, Lowered, Rule, Run, caller, with_members
+from burstpool.fusion.rules.layout import as_alone, is_dense
 
 aten = torch.ops.aten
 
@@ -127,6 +129,27 @@ def _contiguous(call: Call) -> Lowered | None:
     return Lowered(kernel=lambda run, x, _: x, why="no copy needed")
 
 
+def _as_strided(call: Call) -> Lowered | None:
+    """Strides and offset are those of one member's memory, which is laid as alone."""
+    alone = call.tensor("self")
+    start = alone.storage_offset()
+    if not is_dense(alone) or not isinstance(start, int):
+        return None
+    laid = as_alone(alone)
+
+    def kernel(
+        run: Run, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+    ) -> torch.Tensor:
+        x = laid(x)
+        count, first = x.numel() // run.members, 0 if offset is None else offset - start
+        last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if first < 0 or last >= count:
+            raise FusionError(f"operator {call.node.name!r} (as_strided) reads beyond its tensor; members would mix")
+        return x.as_strided((run.members, *size), (count, *stride), x.storage_offset() + first)
+
+    return Lowered(kernel=kernel, why="strides of one member's memory, member dimension in front")
+
+
 def _sym_size(call: Call) -> Lowered | None:
     rank = call.rank("self")
     dim = call["dim"] % rank + 1
@@ -164,6 +187,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     aten.stack: _cat,
     aten.pad: _pad,
     aten.contiguous: _contiguous,
+    aten.as_strided: _as_strided,
     aten.sym_size: _sym_size,
     aten.sym_numel: _numel,
     aten.new_zeros: _new,
