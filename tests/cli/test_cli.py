@@ -156,3 +156,47 @@ def test_the_installed_command_ends_with_the_status(start: list[str]) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("burstpool: error: ")
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    layer = {
+        "name": "a", "inputs": ["input"], "parameter_bytes": 4, "output_bytes_per_sample": 4,
+        "forward_s": {"1": 1.0}, "backward_s": {"1": 1.0},
+    }  # fmt: skip
+    found = {"schema_version": 1, "model": "m", "device": "A100", "source": "nobody", "layers": [layer]}
+    (tmp_path / "profile.json").write_text(json.dumps(found))
+    return tmp_path / "profile.json"
+
+
+@pytest.mark.parametrize("options", ["", "--json"])
+@pytest.mark.parametrize(
+    ("streams", "status", "says"),
+    [
+        ("2>&-", 0, ""),
+        (">&-", 0, ""),
+        ("<&-", 0, ""),
+        pytest.param(
+            "> /dev/full",
+            2,
+            "burstpool: error: cannot write what came of it: No space left on device\n",
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full"),
+        ),
+        ("| true; exit ${PIPESTATUS[0]}", 1, ""),
+    ],
+)
+def test_closed_full_and_broken_streams_are_no_traceback(
+    options: str, streams: str, status: int, says: str, profile_file: Path
+) -> None:
+    script = f'"$0" -m burstpool profile "$1" {options} {streams}'
+    words = ["bash", "-c", script, sys.executable, str(profile_file)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, says)
+    assert streams != "2>&-" or "A100" in done.stdout
+
+
+def test_json_comes_alone_also_where_standard_error_is_closed(tmp_path: Path) -> None:
+    script = '"$0" -m burstpool train zoo:tiny_mlp --devices 1 --no-measure --steps 2 --json --run-folder "$1" 2>&-'
+    command = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["steps"] == 2

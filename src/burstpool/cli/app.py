@@ -1,9 +1,10 @@
 """The command-line app: which verbs there are, and how a user's mistake ends.
 
 A mistake (a BurstpoolError, or words the parser does not know) is one line on standard error and exit status 2,
-with no traceback; Ctrl-C is exit status 130. Anything else is a defect and keeps its traceback.
+with no traceback; so is a full disk. Ctrl-C is exit status 130. Anything else is a defect and keeps its traceback.
 """
 
+import errno
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -64,6 +65,10 @@ def run(words: Sequence[str]) -> int:
         return _mistake(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _mistake(f"cannot write {error.filename or 'what came of it'}: {error.strerror}")
     return status if isinstance(status, int) else 0
 
 
