@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fusion_alone import assert_same_step
 from torch import Tensor, nn
 
 from burstpool.fusion import FusedArray, fuse
@@ -152,3 +153,33 @@ def test_an_imaginary_overflow_skips_the_members_step() -> None:
     assert scaler.overflowed() == [True, False]
     assert torch.equal(array.member(0).state_dict()["filter"], before[0])
     assert not torch.equal(array.member(1).state_dict()["filter"], before[1])
+
+
+class Layers(nn.Module):
+    """Complex layers one behind another; the second has each member's own input."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers).to(torch.complex128)
+        for parameter in self.parameters():
+            parameter.data += 0.3j * torch.randn(parameter.shape)
+
+    def double(self) -> "Layers":
+        """It is already, with imaginary parts."""
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.layers(torch.complex(x, x.flip(1))))
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_complex_layers_are_those_of_their_conjugates(bias: bool) -> None:
+    assert_same_step(lambda seed: Layers(nn.Linear(8, 5, bias), nn.Linear(5, 4, bias), nn.Linear(4, 2, bias)), X)
+    image = torch.cat([X, 1 - X]).view(4, 4, 2, 2)
+
+    def points(seed: int) -> nn.Module:
+        return Layers(nn.Conv2d(4, 5, 1, bias=bias), nn.Conv2d(5, 3, 1, bias=bias))
+
+    assert_same_step(points, image, lowerings=("", "product"))
+    assert_same_step(lambda seed: Layers(nn.Conv2d(4, 5, 2, bias=bias), nn.ConvTranspose2d(5, 3, 2, bias=bias)), image)

@@ -84,7 +84,7 @@ class _BatchedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x_MPI, w_MOI = ctx.saved_tensors
+        x_MPI, w_MOI = (saved.conj() for saved in ctx.saved_tensors)  # itself where it is real
         g_MPO = whole(grads[0].reshape(*x_MPI.shape[:2], grads[0].shape[-1]), w_MOI.shape[1])
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         return (

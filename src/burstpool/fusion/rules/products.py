@@ -37,7 +37,7 @@ class _PointProduct(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x_MPC, w_MOC = ctx.saved_tensors
+        x_MPC, w_MOC = (saved.conj() for saved in ctx.saved_tensors)  # itself where it is real
         g_MPO = grads[0] if 1 in (grads[0].stride(1), grads[0].stride(2)) else grads[0].contiguous()
         wants_x, wants_w, wants_start = ctx.needs_input_grad
         gx = _into(_like(x_MPC, x_MPC.shape[2]), g_MPO, w_MOC) if wants_x else None
