@@ -164,7 +164,8 @@ def test_a_background_leaves_when_memory_runs_short_and_comes_back_when_it_is_fr
     assert foreground.losses == alone("zoo:tiny_vgg", control, len(foreground.losses))
     mine = background.work.losses
     assert mine == alone("wide", control, len(mine), wide_job())
-    assert 1 <= len(gpu.measured.paused_s) <= 4
+    long = [pause_s for pause_s in gpu.measured.paused_s.values() if pause_s > 0.01]
+    assert 1 <= len(long) <= 2  # to leave and to come back; it waits for its step's end without a pause to speak of
 
 
 def test_a_foreground_that_runs_out_of_memory_gets_the_backgrounds_and_does_its_step_again(
