@@ -39,7 +39,7 @@ from burstpool.fusion.schedulers import ArrayScheduler
 from burstpool.fusion.serial import run_serially
 from burstpool.fusion.state import State, skeleton
 from burstpool.fusion.streams import Streams
-from burstpool.fusion.structure import check_memory, check_same_state, checked_models, checked_seeds, whole_numbers
+from burstpool.fusion.structure import check_same_state, check_tensors, checked_models, checked_seeds, whole_numbers
 from burstpool.model.capture import flatten_arguments
 
 if TYPE_CHECKING:
@@ -218,6 +218,8 @@ class FusedArray:
         Train with `losses.sum()`: it gives each member its own gradient, unscaled. A member whose loss is not finite
         stops: the optimizer leaves it as it is from then on.
         """
+        if not callable(function):
+            raise FusionError(f"the loss is a {type(function).__name__}; pass a function of one member's output")
         output = self(inputs, per_member=per_member)
         own = [stacked_inputs(target, len(self)) for target in targets] if per_member else ()
         return self.watched(member_losses(function, output, own, () if per_member else targets))
@@ -369,10 +371,10 @@ class FusedArray:
         if scheduler and not self.schedulers:
             raise FusionError(f"{next(iter(scheduler))!r} is for a schedule, and the array has none")
         (seed,) = whole_numbers([index if seed is None else seed])
+        check_tensors(model, member=index)
         self._forget_sizes()
         empty = skeleton(model)
         check_same_state(self.state.skeletons[0], empty, member=index)
-        check_memory(model, member=index)
         for optimizer in self.optimizers:
             optimizer.check_options(options)
         try:

@@ -17,7 +17,7 @@ from burstpool.fusion.rules import PerMember, Run
 from burstpool.fusion.rules.base import nodes_in, with_members
 from burstpool.fusion.rules.layout import memory_order
 from burstpool.fusion.structure import Operator, check_same_graph, differing_numbers, operators, same_attributes
-from burstpool.model.capture import Capture, capture
+from burstpool.model.capture import Capture, batch_of, capture
 from burstpool.model.segment import memory_chain, written_argument
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -144,6 +144,8 @@ def _captured(model: nn.Module, example: Example, member: int) -> Capture:
     try:
         # A graph is captured when it is first run: whether that is under autocast must make no difference to it.
         with torch.autocast(device.type, enabled=False), cumulative_norms_as_tensors(model):
+            if batch_of(*example) == 0:
+                raise FusionError("the example has no samples; pass a batch of one or more")
             captured = capture(model, *example)
     except TraceError as error:
         advice = ', or pass fallback="modules"'  # which an array does not have

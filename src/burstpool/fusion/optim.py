@@ -32,6 +32,7 @@ from burstpool.fusion.options import (
     numbers,
     plain,
     stand_ins,
+    stepping,
 )
 from burstpool.fusion.updates import UPDATES, Bucket, Update, real, width
 
@@ -186,9 +187,9 @@ class Settings:
 
 def _checked_groups(groups: Any, parameters: Mapping[str, nn.Parameter]) -> list[Mapping[str, Any]]:
     """Refuses groups that do not name parameters of the model."""
-    for group in [groups] if isinstance(groups, Mapping | str) else groups:
+    for group in groups if isinstance(groups, list | tuple) else [None]:
         keys = group.get("keys") if isinstance(group, Mapping) else None
-        if not isinstance(keys, list | tuple) or isinstance(groups, Mapping):
+        if not isinstance(keys, list | tuple):
             raise FusionError('groups are a list of dicts such as {"keys": ["0.bias"], "weight_decay": 0.0}')
         if unknown := [key for key in keys if not isinstance(key, str) or key not in parameters]:
             name = repr(unknown[0]) if isinstance(unknown[0], str) else f"of type {type(unknown[0]).__name__}"
@@ -231,7 +232,7 @@ class FusedOptimizer:
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
         """Updates all active members, but for those where `skip` [M] is true."""
-        mask_M = self.active if skip is None else self.active & ~skip
+        mask_M = stepping(self.active, skip)
         for bucket in self._with_gradients():
             self._update(bucket, mask_M, keep=skip is not None or self.keeps_state)
 

@@ -39,6 +39,13 @@ def _value(name: str, value: Any, member: int, members: int) -> Any:
     return value[member]
 
 
+def stepping(active: Tensor, skip: Tensor | None) -> Tensor:
+    """[M]: who steps."""
+    if callable(skip):
+        raise FusionError("an array's optimizer takes no closure; call backward on array.losses(…).sum(), then step()")
+    return active if skip is None else active & ~skip
+
+
 def stand_ins(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """One member's parameters in shape only, which take no memory."""
     return {

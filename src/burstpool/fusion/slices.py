@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from burstpool.errors import FusionError
 from burstpool.fusion.copied import copied
 from burstpool.fusion.gradients import forget_gradients
-from burstpool.fusion.options import loaded_groups
+from burstpool.fusion.options import loaded_groups, stepping
 
 if TYPE_CHECKING:
     from burstpool.fusion.optim import Settings
@@ -48,7 +48,7 @@ class SlicedOptimizer:
 
     def step(self, skip: Tensor | None = None) -> None:
         """Updates all active members, one after another."""
-        mask = (self.active if skip is None else self.active & ~skip).tolist()
+        mask = stepping(self.active, skip).tolist()
         for member, steps in enumerate(mask):
             if not steps:
                 continue

@@ -25,6 +25,7 @@ from burstpool.model.segment import memory_chain, written_argument
 _DEPTH = 6
 """How deep plain attributes are compared; what lies deeper counts as different, which only costs a capture."""
 
+_SEEDS = -(2**63), 2**64 - 1
 _CONTIGUOUS = torch.ops.aten.contiguous.default
 _PLAIN = (int, float, str, bytes, bool, torch.dtype, torch.device, torch.Size, frozenset, set)
 """Types whose == says all."""
@@ -46,6 +47,8 @@ def checked_models(models: Iterable[nn.Module]) -> list[nn.Module]:
     """The members, each its own object, of the same state."""
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise FusionError(f"models is one {type(models).__name__}; pass a list, one model for each member")
+    if not isinstance(models, Iterable):
+        raise FusionError(f"models is a {type(models).__name__}; pass a list, one model for each member")
     models = list(models)
     if not models:
         raise FusionError("no models: pass at least one")
@@ -54,9 +57,9 @@ def checked_models(models: Iterable[nn.Module]) -> list[nn.Module]:
             raise FusionError(f"member {index} is a {type(model).__name__}; pass nn.Modules")
         if any(model is other for other in models[:index]):
             raise FusionError(f"member {index} is the same object as an earlier one; build each member on its own")
+        check_tensors(model, member=index)
         if index:
             check_same_state(models[0], model, member=index)
-        check_memory(model, member=index)
     return models
 
 
@@ -71,9 +74,12 @@ def checked_seeds(models: Sequence[nn.Module], seeds: Sequence[int] | None) -> l
 def whole_numbers(seeds: Iterable[int]) -> list[int]:
     """Python's own, also of numpy's."""
     try:
-        return [whole_number(seed) for seed in seeds]
+        found = [whole_number(seed) for seed in seeds]
     except TypeError:
         raise FusionError(f"seeds={seeds!r}; a seed is a whole number, one for each member") from None
+    if wrong := [seed for seed in found if not _SEEDS[0] <= seed <= _SEEDS[1]]:
+        raise FusionError(f"seed {wrong[0]} is outside of what torch takes: {_SEEDS[0]} to {_SEEDS[1]}")
+    return found
 
 
 def check_same_state(first: nn.Module, other: nn.Module, *, member: int, reference: int = 0) -> None:
@@ -102,11 +108,13 @@ def check_same_state(first: nn.Module, other: nn.Module, *, member: int, referen
             )
 
 
-def check_memory(model: nn.Module, *, member: int) -> None:
-    """Refuses a trained parameter in whose memory another tensor lies: the two would part."""
+def check_tensors(model: nn.Module, *, member: int) -> None:
+    """Refuses lazy parameters, and a trained one in whose memory another tensor lies: the two would part."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     by_storage: dict[int, list[str]] = {}
     for key, tensor in held.items():
+        if nn.parameter.is_lazy(tensor):
+            raise FusionError(f"{key!r} of member {member} has no shape yet; run the lazy module on a batch first")
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(key)
     for mine, other in (pair for keys in by_storage.values() for pair in itertools.combinations(keys, 2)):
