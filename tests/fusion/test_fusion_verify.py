@@ -386,6 +386,24 @@ class Counting(nn.Module):
         return y
 
 
+class Measuring(nn.Module):
+    """A norm whose statistics are no buffers."""
+
+    def __init__(self, norm: Callable[..., Tensor] = F.batch_norm) -> None:
+        super().__init__()
+        self.linear, self.mean, self.variance, self.norm = nn.Linear(4, 2), torch.zeros(2), torch.ones(2), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).unsqueeze(2).expand(-1, -1, 3) * x[:, None, :3]
+        if self.norm is F.batch_norm:
+            return F.batch_norm(y, self.mean, self.variance, training=self.training)
+        return F.instance_norm(y, self.mean, self.variance, use_input_stats=self.training)
+
+
+def test_statistics_that_only_are_read_may_be_any_tensors() -> None:
+    fuse([Measuring().eval(), Measuring().eval()], torch.randn(3, 4), verify=True)
+
+
 class TakesAny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -412,6 +430,8 @@ class WritesData(nn.Module):
     ("build", "message"),
     [
         (Counting, r"Counting writes into 'calls', a tensor that is no parameter and no buffer; .*register_buffer"),
+        (Measuring, r"Measuring writes into 'mean', a tensor that is no parameter and no buffer"),
+        (lambda: Measuring(F.instance_norm), r"Measuring writes into 'mean', a tensor that is no parameter"),
         (TakesAny, r"forward takes 'scale' by \*\*options; name it in forward's signature"),
         (WritesData, r"as by \.data; use torch\.no_grad\(\)"),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from burstpool.errors import FusionError, TraceError
 from burstpool.fusion.cumulative import cumulative_norm, cumulative_norms_as_tensors
@@ -158,13 +158,21 @@ def _captured(model: nn.Module, example: Example, member: int) -> Capture:
 
 def _check_constants(captured: Capture, model: nn.Module, member: int) -> None:
     """Refuses a model that writes into a tensor that is no part of its state: members would write into one."""
-    for node in captured.graph.nodes:
-        target = written_argument(node)
-        if target is not None and (name := [*memory_chain(target)][-1].name) in captured.constants:
+    written = [(written_argument(node), *_statistics(node)) for node in captured.graph.nodes]
+    for target in (target for targets in written for target in targets if target is not None):
+        if (name := [*memory_chain(target)][-1].name) in captured.constants:
             raise FusionError(
                 f"member {member}: {type(model).__name__} writes into {name.removeprefix('c_')!r}, a tensor that is no "
                 "parameter and no buffer; make it a buffer with register_buffer"
             )
+
+
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """A norm's running statistics, where it updates them; its schema does not say that it writes."""
+    if node.target not in (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default):
+        return []
+    _, _, _, mean, variance, updates, *_ = node.args
+    return [each for each in (mean, variance) if isinstance(each, fx.Node)] if updates else []
 
 
 def _same_all(first: Sequence[Operator], other: Sequence[Operator]) -> bool:
