@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +156,41 @@ def test_a_folder_with_a_sweep_takes_no_run(job_file: str, tmp_path: Path) -> No
         _call(job_file, "--devices", "1", "--no-measure", "--prepare", "--run-folder", str(tmp_path))
     with pytest.raises(BurstpoolError, match="is a sweep"):
         _call("--resume", str(tmp_path))
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_it_is_gone_on_from(
+    job_file: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = ("--devices", "1", "--no-measure", "--checkpoint-every", "2", "--run-folder", str(folder))
+    _call(job_file, *words, "--steps", "4")
+    left = folder / "checkpoints" / ".step-00000003.part"
+    left.mkdir()
+    newest = folder / "checkpoints" / "step-00000004"
+    whole = {path: path.read_bytes() for path in newest.iterdir() if path.name != "state.json"}
+    for path in whole:
+        path.write_bytes(whole[path][:20])
+        with pytest.raises(BurstpoolError) as caught:
+            _call("--resume", str(folder), "--steps", "6")
+        path.write_bytes(whole[path])
+        assert f"checkpoint {newest} cannot be read (" in str(caught.value)
+        assert "remove it to go on from the one before it" in str(caught.value)
+        assert "goes on from" not in str(caught.value)
+        assert "Traceback" not in str(caught.value)
+    shutil.rmtree(newest)
+    assert json.loads(_call("--resume", str(folder), "--steps", "6", "--json"))["steps"] == 6
+    assert [loss.step for loss in read_losses(folder / "losses.jsonl")] == list(range(6))
+    assert not left.exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    script = 'ulimit -f 20; "$0" -m burstpool train zoo:tiny_mlp --devices 1 --no-measure --steps 2 --run-folder "$1"'
+    command = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert said.startswith("burstpool: error: rank 0 failed: checkpoint ")
+    assert "step-00000002 cannot be written (" in said
+    assert "is the disk full?" in said
+    assert "Traceback" not in said
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())

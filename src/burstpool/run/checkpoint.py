@@ -13,6 +13,7 @@ be seen is whole. Because everything goes by the names of parameters, another pl
 on from it.
 """
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -90,12 +92,18 @@ def save_checkpoint(
     aside = folder / f".{final.name}.part"
     first = dist.get_rank(control) == 0
     if first:
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in folder.glob(f".{_PREFIX}*.part"):  # by a run that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier(control)
     writer = FileSystemWriter(aside, thread_count=1, sync_files=True)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    save(_flat(tensors, update), storage_writer=writer, planner=planner, process_group=control)
+    try:
+        save(_flat(tensors, update), storage_writer=writer, planner=planner, process_group=control)
+    except CheckpointException as error:
+        if first:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise RunError(f"checkpoint {final} cannot be written ({_cause(error)}); is the disk full?") from error
     if first:
         state.save(aside / _STATE)
         if final.exists():  # the same step again, after going on from an older one
@@ -113,7 +121,7 @@ def load_checkpoint(
     """Fills the tensors and the optimizer in place; every rank must call it, each with the tensors it keeps."""
     state = CheckpointState.load(path / _STATE)
     reader = FileSystemReader(path)
-    metadata = reader.read_metadata()
+    metadata = read_metadata(reader)
     if lacking := [key for key in tensors if f"model.{key}" not in metadata.state_dict_metadata]:
         raise RunError(f"checkpoint {path} has no {lacking[0]!r}; it is of another model")
     wanted: dict[str, Any] = {f"model.{key}": tensor.detach() for key, tensor in tensors.items()}
@@ -123,11 +131,32 @@ def load_checkpoint(
     wanted.update(_empty(metadata, "scheduler", exact=True))
     _check_shapes(path, metadata, wanted)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    load(wanted, storage_reader=reader, planner=planner, process_group=control)
+    try:
+        load(wanted, storage_reader=reader, planner=planner, process_group=control)
+    except CheckpointException as error:
+        raise RunError(_broken(path, _cause(error))) from error
     _restore(update, wanted)
     if update.scale is not None and state.loss_scale is not None:
         update.scale.factor, update.scale.good_steps = state.loss_scale
     return state
+
+
+def read_metadata(reader: FileSystemReader) -> Metadata:
+    """What a checkpoint holds."""
+    try:
+        return reader.read_metadata()
+    except Exception as error:  # pickle raises anything for a file that is cut short
+        raise RunError(_broken(reader.checkpoint_id, f"{type(error).__name__}: {error}")) from error
+
+
+def _broken(path: str | os.PathLike[str], why: str) -> str:
+    return f"checkpoint {path} cannot be read ({why}); remove it to go on from the one before it"
+
+
+def _cause(error: CheckpointException) -> str:
+    """What the first of the workers raised; the exception's own text has all their tracebacks."""
+    cause = next(iter(error.failures.values()))[0]
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
 
 
 def state_of(

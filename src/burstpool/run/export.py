@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from burstpool.errors import RunError
-from burstpool.run.checkpoint import CheckpointState
+from burstpool.run.checkpoint import CheckpointState, read_metadata
 
 
 def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The user's state dict, tied tensors under each of their names."""
     state = CheckpointState.load(checkpoint / "state.json")
     reader = FileSystemReader(checkpoint)
-    stored = reader.read_metadata().state_dict_metadata
+    stored = read_metadata(reader).state_dict_metadata
     wanted = {}
     for key in state.persistent:
         info = stored[f"model.{key}"]

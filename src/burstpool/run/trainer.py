@@ -25,7 +25,7 @@ from burstpool.artifact import write_whole
 from burstpool.engine.base import Engine, Workers
 from burstpool.engine.failure import WorkerError
 from burstpool.engine.local import LocalEngine
-from burstpool.errors import JobError, RunError
+from burstpool.errors import ArtifactError, JobError, RunError
 from burstpool.job import Job, as_recorded, from_anywhere, load_job
 from burstpool.plan.inputs import PlanInputs
 from burstpool.plan.plan import Plan
@@ -194,13 +194,17 @@ class _Watch:
     def _explained(self, error: WorkerError) -> str:
         folder = self.start.folder
         text = "\n".join(f"rank {rank}:\n{trace}" for rank, trace in sorted(error.traces.items()))
+        where = ""
         if text:
-            write_whole(folder.error, text)
+            with contextlib.suppress(ArtifactError):  # a full disk may be what it failed of
+                where = f"; tracebacks in {write_whole(folder.error, text)}"
         newest = latest_checkpoint(folder.checkpoints)
+        if newest is not None and str(newest.resolve()) in str(error):
+            newest = None  # it is what cannot be read
         again = f"burstpool train --resume {shlex.quote(str(folder.path))}"
         how = again if isinstance(self.task.job, JobSource) else f"train(…, resume=…) with {folder.path}"
         go_on = f"; {how} goes on from {newest.name}" if newest is not None else ""
-        return f"{error}{go_on}" + (f"; tracebacks in {folder.error}" if text else "")
+        return f"{error}{go_on}{where}"
 
 
 @contextlib.contextmanager
