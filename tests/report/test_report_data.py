@@ -12,6 +12,7 @@ from burstpool.errors import ArtifactError
 from burstpool.report.charts import axis, layer_bars, loss_curve, skyline, step_time_curve, thinned, time_axis
 from burstpool.report.contents import LayerTime, PlannedWork, TrainedStep
 from burstpool.report.figures import block_seconds, figures
+from burstpool.report.html import page
 from burstpool.report.overlay import SHOWN_OF_MANY, overlay, shown_step, tracks
 from burstpool.report.timeline import Timeline
 from burstpool.report.words import number, runs, seconds, signed_percent
@@ -33,6 +34,15 @@ def test_a_device_is_never_busy_for_more_than_the_steps_that_were_measured() -> 
     assert drawn.utilisation() == pytest.approx([busy_s / span_s for busy_s in drawn.all_busy_s()])
     assert max(drawn.utilisation()) <= 1
     assert figures(contents(measured=drawn)).measured_utilisation == pytest.approx(sum(drawn.utilisation()) / 2)
+
+
+def test_a_run_whose_loss_is_no_number_at_the_end_does_not_show_an_earlier_one() -> None:
+    diverged = contents(
+        trained=tuple(TrainedStep(step=step, loss=3.25 if step < 5 else math.nan, time_s=9.0) for step in range(9))
+    )
+    found = figures(diverged)
+    assert (found.first_loss, found.last_loss) == (3.25, None)
+    assert "not finite" in page(diverged)
 
 
 def test_figures_are_none_where_nobody_knows() -> None:

@@ -36,8 +36,9 @@ class Figures:
     """Mean over the devices that have anything to do."""
     measured_utilisation: float | None
     first_loss: float | None
+    """The first that is a finite number."""
     last_loss: float | None
-    """The last that is a finite number."""
+    """None where it is no finite number."""
 
 
 def figures(contents: Contents) -> Figures:
@@ -60,7 +61,7 @@ def figures(contents: Contents) -> Figures:
         predicted_utilisation=_utilisation(contents.predicted),
         measured_utilisation=_utilisation(contents.measured),
         first_loss=losses[0] if losses else None,
-        last_loss=losses[-1] if losses else None,
+        last_loss=losses[-1] if losses and math.isfinite(contents.trained[-1].loss) else None,
     )
 
 

@@ -69,8 +69,9 @@ def _tiles(found: Figures) -> Iterator[str]:
         yield _tile("batch", f"{found.samples_per_step:,}", "samples a step")
     if found.num_steps is not None:
         yield _tile("steps", f"{found.num_steps:,}", "trained")
-    if found.last_loss is not None and found.first_loss is not None:
-        yield _tile("loss", f"{found.last_loss:.4g}", f"from {found.first_loss:.4g}")
+    if found.first_loss is not None:
+        last = f"{found.last_loss:.4g}" if found.last_loss is not None else "not finite"
+        yield _tile("loss", last, f"from {found.first_loss:.4g}")
 
 
 def _rate(value: float | None) -> str:
