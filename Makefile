@@ -4,24 +4,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# Tests that take no times and hold no cores run two at once; the others have the machine to themselves, also those
-# whose workers wait for each other all the time. The longest come first: a worker that has nothing left to do takes
-# tests over from the other, but cannot cut one in two.
-SHARED := $(addprefix tests/,cli run/test_train_cli.py share/test_second_process.py share/test_feeding.py sweeping fusion \
-	model plan report share/test_budget.py share/test_budget_odd_foregrounds.py share/test_gpu_jitter.py \
-	share/test_gpu_loop.py share/test_capabilities.py share/test_kept.py share/test_pieces.py share/test_prices.py share/test_rehearsal.py \
-	share/test_room.py share/test_share_on_gpu.py share/test_sharing_benchmark.py share/test_undo.py share/test_width.py \
-	cluster/test_catalogue.py cluster/test_cluster_spec.py profiling/test_estimate.py profiling/test_importers.py \
-	profiling/test_profile.py run/test_data_order.py run/test_reshard.py run/test_substitutes.py \
-	test_artifact.py test_data.py test_job.py) \
-	$(filter-out tests/schedule/test_simulate_speed.py,$(wildcard tests/schedule/test_*.py))
+# Tests run two at once, but for those of GPUs and those marked `alone`.
+ALONE := tests/gpu $(sort $(shell grep -rl --include='test_*.py' 'mark\.alone' tests))
 # Kernels for GPUs are tested in Triton's interpreter, which lies apart: nothing else is to see it. It is Linux's.
 INTERPRETER := $(if $(filter Linux,$(shell uname -s)),$(VENV)/triton)
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=$(INTERPRETER)
 define run_tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(SHARED)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'not alone' --ignore tests/gpu --ignore tests/kernels
 	$(if $(INTERPRETER),$(INTERPRETED) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/kernels)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(SHARED) tests/kernels)
+	$(BIN)/python -m pytest -m 'alone or gpu' $(ALONE)
 endef
 
 .PHONY: demo test check format clean

@@ -22,6 +22,8 @@ from burstpool.cluster.reductions import usual_s
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.errors import BurstpoolError, ClusterError
 
+pytestmark = pytest.mark.alone
+
 app = typer.Typer()
 app.command()(cluster)
 run = CliRunner()

@@ -18,6 +18,7 @@ from burstpool.cluster.measure import run_workers
 from burstpool.cluster.reductions import joined_by_gloo
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.skipif(sys.platform != "linux", reason="cores can be claimed on Linux only"),
     pytest.mark.skipif(num_cores() < 2 or len(os.sched_getaffinity(0)) < 2, reason="needs two cores"),
 ]

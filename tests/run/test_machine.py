@@ -17,6 +17,8 @@ from burstpool.run.setup import trace_job
 from burstpool.run.worker import Task, joined, train_at
 from burstpool.schedule.lower import lower
 
+pytestmark = pytest.mark.alone
+
 
 def test_the_hosts_time_is_an_interpreters() -> None:
     tries = []

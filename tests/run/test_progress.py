@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from burstpool.plan.plan import Plan, PlannedBlock, even_shares
 from burstpool.run.measured import measured_timeline
 from burstpool.run.progress import Reporter, RunLog, StepsReport
@@ -108,6 +110,7 @@ def test_no_timeline_without_records() -> None:
     assert measured_timeline(schedule, [[]], step_times_s=[1.0]) is None
 
 
+@pytest.mark.alone
 def test_recording_an_action_takes_microseconds() -> None:
     actions = [Action(kind=Kind.FORWARD, block="a")] * 100
     recorder = Recorder(actions, num_steps=20)

@@ -22,6 +22,8 @@ from run_models import dropout_job, frozen_job, modules_job, pooled_job, positio
 from burstpool.job import Job, load_job
 from burstpool.run.options import RunOptions
 
+pytestmark = pytest.mark.alone
+
 NUM_WORKERS = 5
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -15,6 +15,8 @@ from burstpool.report.timeline import Timeline
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
 
+pytestmark = pytest.mark.alone
+
 NUM_EVENTS = 400_000
 
 

@@ -155,6 +155,7 @@ def test_a_job_without_compute_is_refused() -> None:
         predict_sharing(TIMELINE, {}, {"linear": 1.0}, TABLE, Budget())
 
 
+@pytest.mark.alone
 def test_interference_measured_on_this_machine_is_a_whole_table() -> None:
     from burstpool.share.measure_interference import LAYERS, measure_on_cpu
 

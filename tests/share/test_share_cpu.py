@@ -39,6 +39,8 @@ from burstpool.share.on_device import WhenReached
 from burstpool.share.preparing import Mistake, Preparing, prepare_work, sliced_plan
 from burstpool.share.workers import _started
 
+pytestmark = pytest.mark.alone
+
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 OPTIONS = RunOptions(timeout_s=60, timeline_steps=10)
 STEPS = 400
