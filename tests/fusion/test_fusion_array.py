@@ -58,6 +58,49 @@ def test_member_module_is_a_plain_module_with_tensors_of_its_own() -> None:
     assert array.member(1).state_dict()["fc.weight"].abs().sum() > 0
 
 
+class Renamed(nn.Sequential):
+    """Its state dict has other keys than its tensors have names, and something that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 2))
+        self._register_state_dict_hook(_renamed)
+        self._register_load_state_dict_pre_hook(_named_back)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 2}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 2}
+
+
+def _renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> dict[str, Any]:
+    return {key.replace("0.", "layer."): value for key, value in state.items()}
+
+
+def _named_back(state: dict[str, Any], *rest: Any) -> None:
+    for key in list(state):
+        state[key.replace("layer.", "0.")] = state.pop(key)
+
+
+def test_a_module_with_a_state_dict_of_its_own_making_goes_in_and_out() -> None:
+    models, x = [Renamed() for _ in range(2)], torch.ones(4, 3)
+    array, wanted = fuse(models, x), models[0].state_dict()
+    found = array.member(0).state_dict()
+    assert found.keys() == wanted.keys() == {"layer.weight", "layer.bias", "_extra_state"}
+    assert torch.equal(found["layer.weight"], wanted["layer.weight"])
+    Renamed().load_state_dict(found)
+    for move in (
+        lambda: array.load_member(1, wanted),
+        lambda: array.resume_member(1, array.member(0).checkpoint()),
+    ):
+        with torch.no_grad():
+            array.state.parameters["0.weight"][1] = 0.0
+        move()
+        assert torch.equal(array(x)[1], array(x)[0])
+    with pytest.raises(FusionError, match=r'member 1 refuses the state: .*Missing key.* "0\.weight"'):
+        array.load_member(1, {})
+
+
 def test_eval_mode_is_captured_when_asked_for_and_training_goes_on() -> None:
     models = nets()
     array = fuse(models, X)

@@ -5,6 +5,7 @@ A member whose plain attributes equal another's is not captured again: exporting
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Mode:
 
 
 def _captured(model: nn.Module, example: Example, member: int) -> Capture:
-    device = next((tensor.device for tensor in model.state_dict().values()), torch.device("cpu"))
+    device = next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     try:
         # A graph is captured when it is first run: whether that is under autocast must make no difference to it.
         with torch.autocast(device.type, enabled=False), cumulative_norms_as_tensors(model):

@@ -39,13 +39,17 @@ class State:
 
     def member(self, index: int, *, persistent: bool = True) -> dict[str, Tensor]:
         """Copies of one member's tensors under the user's keys, in the user's order."""
+        if persistent and not self._has_plain_keys(index):
+            return dict(self.module(index).state_dict())
         keys = self.skeletons[index].state_dict().keys() if persistent else self.aliases.keys()
         tensors, empty = self.tensors, dict(_named(self.skeletons[index]))
-        return {key: _laid(tensors[self.aliases[key]][index], empty[key]) for key in keys if key in self.aliases}
+        return {key: _laid(tensors[self.aliases[key]][index], empty[key]) for key in keys}
 
     def load(self, index: int, state: Mapping[str, Tensor]) -> None:
         """Overwrites one member's tensors."""
         self.check(index, state)
+        if not self._has_plain_keys(index):
+            state = dict(_named(self._loaded(index, state)))
         tensors = self.tensors
         with torch.no_grad():
             for key, value in state.items():
@@ -55,14 +59,30 @@ class State:
         """Refuses a state that is not one of the user's module."""
         if not isinstance(state, Mapping):
             raise FusionError(f"the state for member {index} is a {type(state).__name__}; pass a state dict")
+        if not self._has_plain_keys(index):
+            self._loaded(index, state)
+            return
         expected = self.skeletons[index].state_dict().keys()
-        if missing := [key for key in expected if key not in state and key in self.aliases]:
+        if missing := [key for key in expected if key not in state]:
             raise FusionError(f"the state for member {index} lacks {', '.join(map(repr, missing[:5]))}")
         if unknown := [key for key in state if key not in expected]:
             raise FusionError(
                 f"the state for member {index} has {', '.join(map(repr, unknown[:5]))}, which it does not know"
             )
         self.check_shapes(index, state)
+
+    def _has_plain_keys(self, index: int) -> bool:
+        """Whether the module's state dict is its tensors by name: no hook gives them other keys, no state is extra."""
+        return self.skeletons[index].state_dict().keys() <= self.aliases.keys()
+
+    def _loaded(self, index: int, state: Mapping[str, Tensor]) -> nn.Module:
+        """The member as a module that has taken the state in itself, by its own hooks."""
+        module = self.module(index)
+        try:
+            module.load_state_dict(dict(state))
+        except Exception as error:
+            raise FusionError(f"member {index} refuses the state: {' '.join(str(error).split())}") from error
+        return module
 
     def check_shapes(self, index: int, state: Mapping[str, Tensor]) -> None:
         """Refuses tensors of other shapes than the member's."""
