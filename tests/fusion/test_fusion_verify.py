@@ -400,6 +400,16 @@ class Measuring(nn.Module):
         return F.instance_norm(y, self.mean, self.variance, use_input_stats=self.training)
 
 
+class DrawsAside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(4, 2), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + torch.randn(2, generator=self.generator)
+        return y
+
+
 def test_statistics_that_only_are_read_may_be_any_tensors() -> None:
     fuse([Measuring().eval(), Measuring().eval()], torch.randn(3, 4), verify=True)
 
@@ -432,6 +442,7 @@ class WritesData(nn.Module):
         (Counting, r"Counting writes into 'calls', a tensor that is no parameter and no buffer; .*register_buffer"),
         (Measuring, r"Measuring writes into 'mean', a tensor that is no parameter and no buffer"),
         (lambda: Measuring(F.instance_norm), r"Measuring writes into 'mean', a tensor that is no parameter"),
+        (DrawsAside, r"DrawsAside draws from a torch\.Generator of its own; leave it out"),
         (TakesAny, r"forward takes 'scale' by \*\*options; name it in forward's signature"),
         (WritesData, r"as by \.data; use torch\.no_grad\(\)"),
     ],

@@ -158,7 +158,15 @@ def _captured(model: nn.Module, example: Example, member: int) -> Capture:
 
 
 def _check_constants(captured: Capture, model: nn.Module, member: int) -> None:
-    """Refuses a model that writes into a tensor that is no part of its state: members would write into one."""
+    """Refuses a model that writes into a tensor that is no part of its state: members would write into one.
+
+    And one that draws from a generator of its own: where that is is no part of its state either.
+    """
+    if any(isinstance(value, torch.Generator) for value in captured.constants.values()):
+        raise FusionError(
+            f"member {member}: {type(model).__name__} draws from a torch.Generator of its own; leave it out, and each "
+            "member draws from the stream that fuse(…, seeds=[…]) starts"
+        )
     written = [(written_argument(node), *_statistics(node)) for node in captured.graph.nodes]
     for target in (target for targets in written for target in targets if target is not None):
         if (name := [*memory_chain(target)][-1].name) in captured.constants:
