@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sweep_jobs import job, single
+from sweep_jobs import Few, job, single
 
 import burstpool
 from burstpool.errors import JobError, RunError
@@ -280,3 +280,27 @@ def test_a_sweep_does_not_go_on_where_its_device_is_not(tmp_path: Path) -> None:
     record.write_text(record.read_text().replace('"cpu"', '"cuda:999"'))
     with pytest.raises(RunError, match="--device cuda:999: there "):
         burstpool.sweep(job, resume=folder)
+
+
+@pytest.mark.parametrize(("wait_s", "said"), [(0.4, "stopped at once"), (0.0, "a checkpoint was written")])
+def test_a_second_interrupt_ends_a_step_that_hangs_and_one_signal_that_comes_twice_does_not(
+    wait_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space: dict[str, Any] = {"lr": [0.1, 0.01], "held_out": [False]}
+    options: dict[str, Any] = {"steps": 12, "array_size": 2, "mode": "rules"}
+    whole = burstpool.sweep(job, space, run_folder=tmp_path / "whole", **options)
+    load, loads = Few.__getitem__, itertools.count()
+
+    def hanging(data: Few, index: int) -> Any:
+        if (tmp_path / "run" / "sweep.json").is_file() and next(loads) == 40:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(wait_s)
+            signal.raise_signal(signal.SIGINT)
+        return load(data, index)
+
+    monkeypatch.setattr(Few, "__getitem__", hanging)
+    with pytest.raises(InterruptedSweep, match=said):
+        burstpool.sweep(job, space, run_folder=tmp_path / "run", **options)
+    again = burstpool.sweep(job, resume=tmp_path / "run")
+    assert [trial.value for trial in again.trials] == [trial.value for trial in whole.trials]
+    assert next(loads) > 40

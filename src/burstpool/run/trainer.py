@@ -9,11 +9,13 @@ workers write a checkpoint and end; a second Ctrl-C ends them at once.
 import contextlib
 import datetime
 import logging
+import math
 import pickle
 import platform
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +46,8 @@ from burstpool.version import __version__
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25
+_ONE_INTERRUPT_S = 0.3
+"""Signals within so long of each other are one."""
 
 
 class InterruptedRun(KeyboardInterrupt):
@@ -208,13 +212,21 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def counted_interrupts() -> Iterator[Callable[[], int]]:
-    """Counts SIGINT and SIGTERM instead of letting them break into whatever runs; only the main thread can."""
-    count = 0
+def counted_interrupts(*, most: int | None = None) -> Iterator[Callable[[], int]]:
+    """Counts SIGINT and SIGTERM instead of letting them break into whatever runs; only the main thread can.
+
+    One that is sent to a process and to its group, as `timeout` does, counts once. With `most`, those after so many do
+    break in.
+    """
+    count, counted_s = 0, -math.inf
 
     def note(*_: Any) -> None:
-        nonlocal count
-        count += 1
+        nonlocal count, counted_s
+        if time.monotonic() - counted_s < _ONE_INTERRUPT_S:
+            return
+        count, counted_s = count + 1, time.monotonic()
+        if most is not None and count > most:
+            raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0

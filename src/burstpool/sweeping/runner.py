@@ -38,8 +38,8 @@ _OBSERVE_S = 0.25
 class InterruptedSweep(KeyboardInterrupt):
     """Ctrl-C, or SIGTERM, ended a sweep; it can be gone on with."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__("stopped; a checkpoint was written")
+    def __init__(self, folder: Path, said: str = "stopped; a checkpoint was written") -> None:
+        super().__init__(said)
         self.folder = folder
 
 
@@ -98,27 +98,37 @@ class Runner:
     def run(self) -> SweepState:
         """Until nothing is left to do; raises InterruptedSweep on Ctrl-C, when a checkpoint is written.
 
-        What an observer raises ends it likewise, and is raised then.
+        A second Ctrl-C ends it at once, for a step that hangs: it then goes on from the checkpoint before. What an
+        observer raises ends it as the first does, and is raised then.
         """
         if self.floor.state.finished:
             return self.floor.state
-        with counted_interrupts() as interrupts:
-            while not isinstance(move := decide(self.floor.view(), self.search), Finish):
-                match move:
-                    case Assign(assignment=assignment):
-                        self._assign(assignment)
-                    case Place(trial=number, group=group):
-                        self._place(number, group)
-                    case Turn(group=group):
-                        self.floor.current, self.floor.turns = group, self.floor.turns + 1
-                        self.floor.last_turns[group] = self.floor.turns
-                    case Run(group=group):
-                        self._run(group, interrupts)
-                if interrupts() or self._observer_error is not None:
-                    self.floor.commit()
-                    raise self._observer_error or InterruptedSweep(self.folder.path)
+        try:
+            with counted_interrupts(most=1) as interrupts:
+                self._act(interrupts)
+        except InterruptedSweep:
+            raise
+        except KeyboardInterrupt:
+            raise InterruptedSweep(self.folder.path, "stopped at once, as it was at its last checkpoint") from None
         self.floor.trials = [replace(t, state="stopped") if t.state == "paused" else t for t in self.floor.trials]
         return self.floor.commit(finished=True)
+
+    def _act(self, interrupts: Callable[[], int]) -> None:
+        """Does what the policy says, until it says that all is done."""
+        while not isinstance(move := decide(self.floor.view(), self.search), Finish):
+            match move:
+                case Assign(assignment=assignment):
+                    self._assign(assignment)
+                case Place(trial=number, group=group):
+                    self._place(number, group)
+                case Turn(group=group):
+                    self.floor.current, self.floor.turns = group, self.floor.turns + 1
+                    self.floor.last_turns[group] = self.floor.turns
+                case Run(group=group):
+                    self._run(group, interrupts)
+            if interrupts() or self._observer_error is not None:
+                self.floor.commit()
+                raise self._observer_error or InterruptedSweep(self.folder.path)
 
     def _assign(self, assignment: Assignment) -> None:
         if assignment.trial < len(self.floor.trials):
