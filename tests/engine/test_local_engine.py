@@ -16,8 +16,6 @@ from burstpool.engine.base import Report
 from burstpool.engine.failure import WorkerError, died, explain, failure_of, user_line
 from burstpool.engine.local import LocalEngine, LocalWorkers
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., LocalWorkers]]:

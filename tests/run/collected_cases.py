@@ -22,7 +22,7 @@ from burstpool.schedule.lower import lower
 TOLERANCE = 1e-9
 """Between a plan and one process: what sums in another order may grow to over 50 steps; a wrong gradient is off by
 1e-3 after one."""
-_SILENCE_S = 60
+_SILENCE_S = 120
 """A worker that says nothing for so long is stuck: the run then fails and names what each of them waits for."""
 
 

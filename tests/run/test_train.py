@@ -26,8 +26,6 @@ from burstpool.run.setup import trace_job
 from burstpool.run.trainer import Result, train
 from burstpool.schedule.actions import Schedule
 
-pytestmark = pytest.mark.alone
-
 STEPS = 24
 OPTIONS = RunOptions(checkpoint_every=5, keep_checkpoints=2, timeout_s=20)
 SAMPLES_A_STEP = 5

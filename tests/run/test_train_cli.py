@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from burstpool.cli.train import train
 from burstpool.errors import BurstpoolError
 from burstpool.job import load_job
+from burstpool.run.export import load_weights
 from burstpool.run.folder import RunFolder, StepLoss, held, read_losses
 
 app = typer.Typer()
@@ -167,12 +168,14 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_it_is_gone
     left = folder / "checkpoints" / ".step-00000003.part"
     left.mkdir()
     newest = folder / "checkpoints" / "step-00000004"
-    whole = {path: path.read_bytes() for path in newest.iterdir() if path.name != "state.json"}
-    for path in whole:
-        path.write_bytes(whole[path][:20])
+    ways = {
+        "__0_0.distcp": lambda: _call("--resume", str(folder), "--steps", "6"),
+        ".metadata": lambda: load_weights(newest),
+    }
+    for name, read in ways.items():
+        (newest / name).write_bytes((newest / name).read_bytes()[:20])
         with pytest.raises(BurstpoolError) as caught:
-            _call("--resume", str(folder), "--steps", "6")
-        path.write_bytes(whole[path])
+            read()
         assert f"checkpoint {newest} cannot be read (" in str(caught.value)
         assert "remove it to go on from the one before it" in str(caught.value)
         assert "goes on from" not in str(caught.value)

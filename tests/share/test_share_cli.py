@@ -31,8 +31,6 @@ from burstpool.share.gpu import alone_in_a_group
 from burstpool.share.interference import COMMUNICATION, InterferenceTable, Pair
 from burstpool.share.keeper import Keeper
 
-pytestmark = pytest.mark.alone
-
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 
 
