@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from burstpool.cli import demo
 from burstpool.cli.app import app, run
 from burstpool.cli.demo_share import arrays_s
 from burstpool.cluster.spec import ClusterSpec
@@ -60,9 +59,8 @@ def test_what_the_demo_compares_sharing_with_has_the_arrays_side_by_side() -> No
 def test_demo_tells_the_story(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # How a machine is measured has tests of its own, and so have sharing and sweeps, which `make demo` shows.
+    # How a machine is measured has tests of its own.
     monkeypatch.setattr("burstpool.run.machine.this_machine", functools.partial(this_machine, measure=False))
-    monkeypatch.setattr("burstpool.cli.demo.STEPS", demo.STEPS[:3])
     folder = tmp_path / "demo"
     words = ["demo", "zoo:tiny_mlp", "--devices", "2", "--steps", "6", "--trials", "6", "--run-folder", str(folder)]
     assert run([*words, "--json"]) == 0

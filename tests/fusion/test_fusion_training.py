@@ -21,7 +21,7 @@ from burstpool.fusion.apply import apply_at_once
 from burstpool.job import Job, load_job
 from burstpool.model import zoo
 
-STEPS = int(os.environ.get("BURSTPOOL_FUSION_STEPS", "12"))
+STEPS = int(os.environ.get("BURSTPOOL_FUSION_STEPS", "24"))
 """100 for the whole proof: `BURSTPOOL_FUSION_STEPS=100 pytest tests/fusion/test_fusion_training.py`."""
 BATCH = 6
 RTOL = 1e-9

@@ -1,7 +1,6 @@
 """Tracing: layers that, run one by one, do exactly what the model does."""
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -33,10 +32,8 @@ NEEDS_TWO = ("resnet", "inception_v3", "mobilenet", "pointnet")
 """Kinds whose small form has a batch norm over the batch alone, which cannot train on one sample."""
 
 
-DEEP = ("resnet50", "mobilenet_v3_large")
+DEEP = ("resnet152", "wide_resnet101_2", "resnet50", "inception_v3", "mobilenet_v3_large")
 """Many layers of the kinds that ResNet-18 and the tiny ones have; once is enough."""
-DEEPER = () if os.environ.get("BURSTPOOL_FULL_MATRIX") else ("resnet152", "wide_resnet101_2", "inception_v3")
-"""More of the same."""
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ DEEPER = () if os.environ.get("BURSTPOOL_FULL_MATRIX") else ("resnet152", "wide_
         pytest.param(name, training, id=f"{name}-{'train' if training else 'eval'}")
         for name in zoo.names()
         for training in (True, False)
-        if name not in DEEPER and (training or name not in DEEP)
+        if training or name not in DEEP
     ],
 )
 def test_every_zoo_model_runs_the_same_layer_by_layer_with_any_batch(name: str, training: bool) -> None:

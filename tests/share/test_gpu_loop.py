@@ -190,9 +190,9 @@ def test_a_background_without_samples_does_not_starve_another(clock: Clock, hung
     hungry = background(clock, hungry_s, feeder=FakeFeeder(clock, every_s=math.inf))
     fed = background(clock, piece_s)
     gpu = SharedGpu(job(clock, STEP_S), [hungry, fed], BUDGET)
-    gpu.run(150)
+    gpu.run(300)
     alone = background(clock, piece_s)
-    SharedGpu(job(clock, STEP_S), [alone], BUDGET).run(150)
+    SharedGpu(job(clock, STEP_S), [alone], BUDGET).run(300)
     assert hungry.steps_done == 0
     assert fed.done_s > 0.7 * alone.done_s > 0
 
@@ -454,7 +454,7 @@ def test_a_pause_is_measured_and_paid_back_but_is_no_step_to_learn_from(clock: C
     steps_of(beside.work).moving_s = 0.05
     room = evictions(clock, lambda at_s: 90 * GIB if 2 < at_s < 3 else 0, (beside, 10 * GIB))
     gpu = SharedGpu(job(clock, STEP_S), [beside], BUDGET, evictions=room)
-    gpu.run(900)
+    gpu.run(1500)
     assert len(steps_of(beside.work).moves) == 2
     pauses = gpu.measured.paused_s
     assert len(pauses) == 2
