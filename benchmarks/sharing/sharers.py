@@ -21,7 +21,6 @@ LONGEST_ALONE_S = 3.0
 """For which the foreground runs alone before a line of ours, and after it."""
 LONG_STEP_S = 0.03
 """Of steps longer than that, half as many are the least."""
-PIECE_S = 3e-4
 
 
 def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
@@ -54,6 +53,7 @@ class Sharing:
 
     def __init__(self, which: Which, backgrounds: Sequence[Which], control: Any) -> None:
         from burstpool.share.gpu import streams
+        from burstpool.share.pieces import piece_length_s
 
         self.which = which
         self.high, self.low = streams(torch.device("cuda", 0))
@@ -66,7 +66,7 @@ class Sharing:
         """A stream of the background's priority, and the foreground's pieces for it."""
         for name in backgrounds:
             try:
-                self.works[str(name)] = at_work(name, control, self.low, PIECE_S)
+                self.works[str(name)] = at_work(name, control, self.low, piece_length_s(self.foreground.steps.alone_s))
             except Exception as error:
                 self.broken[str(name)] = failure(error)
         self.show()
@@ -95,12 +95,14 @@ class Sharing:
         foreground, work = self.foreground, self.works[name]
         work.losses.clear()
         work.steps.alone_s = own_s or work.steps.alone_s
+        program = gaps_of(self.which, foreground) if way == "gaps" else None
+        self.cut(work, program)
         if way == "ours":
             return self.on_a_part(name, budget, seconds)
-        if work.steps.stream != self.low or not work.steps.pieces:
+        if work.steps.stream != self.low:
             move(work.steps, self.low)
         if way == "gaps":
-            return ours(foreground, BackgroundWork(work), budget, seconds, gaps_of(self.which, foreground))
+            return ours(foreground, BackgroundWork(work), budget, seconds, program)
         if way == "priority":
             return free(foreground, work, seconds)
         if self.unranked is None:
@@ -108,6 +110,18 @@ class Sharing:
             self.unranked = plain, on_plain_stream(foreground, plain)
         stream, pieces = self.unranked
         return free(foreground, work, seconds, stream=stream, pieces=pieces)
+
+    def cut(self, work: Any, program: Any) -> None:
+        """Into pieces as long as the foreground and its gaps want them."""
+        from burstpool.share.at_work import move
+        from burstpool.share.gpu import Idle
+        from burstpool.share.pieces import piece_length_s
+
+        gaps_s = [part.length_s for part in program or () if isinstance(part, Idle)]
+        piece_s = piece_length_s(self.foreground.steps.alone_s, gaps_s)
+        if work.steps.piece_s != piece_s or not work.steps.pieces:
+            work.steps.piece_s = piece_s
+            move(work.steps, self.low)
 
     def on_a_part(self, name: str, budget: float, seconds: float) -> dict[str, Any]:
         """Ours, on the part of the GPU that keeps most; parts are tried once for all budgets."""
@@ -159,6 +173,7 @@ def ours(foreground: Any, background: Any, budget: float, seconds: float, progra
         "steps": len(times),
         "took_s": took_s,
         "background_steps": background.steps_done,
+        "piece_s": background.work.steps.piece_s,
         "gap_share": idle_s / step_s,
         "launch_overhead": alone_s / plain_s - 1 if plain_s else None,
         "overlap_cost": gpu.controller.overlap_cost.value,

@@ -73,6 +73,37 @@ def test_a_foreground_that_changes_by_itself_keeps_its_budget_and_its_background
     assert found.mean_work(1100) > 0.7 * found.mean_work(300, 700)  # not taken for interference for ever
 
 
+@pytest.mark.parametrize(("cost", "most"), [(0.05, 0.02), (0.5, 0.05)])
+def test_steps_alone_are_rarer_where_the_budget_holds_nobody_back(cost: float, most: float) -> None:
+    found = Simulated(noise=0.003, cost=lambda step: cost).run(Controller(Budget()), STEPS)
+    assert most / 2 < sum(found.alone[200:]) / (STEPS - 200) < most
+
+
+def test_a_background_that_is_slower_than_it_may_be_is_held_back_by_nobody() -> None:
+    controller = Controller(Budget(slowdown=1.20))
+    alone = 0
+    for _ in range(STEPS):
+        work_s = 0.0 if controller.allowance.alone else min(controller.allowance.overlapped_s, 0.003)
+        alone += not work_s
+        controller.observe(StepTaken(time_s=0.01 + 0.4 * work_s, overlapped_s=work_s))
+    assert alone < 0.02 * STEPS
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(slowdowns, st.floats(0.5, 2), st.floats(0.3, 0.9), seeds)
+@example(1.10, 0.95, 0.9, 0)
+def test_it_holds_where_steps_alone_are_rare_and_the_foreground_or_the_cost_changes(
+    slowdown: float, change: float, part: float, seed: int
+) -> None:
+    """`part` of the budget is used at first; all of it, or more, would be after the costs have risen."""
+    alone_s, cost = (lambda step: 0.01 if step < 700 else 0.01 * change), part * (slowdown - 1) / slowdown
+    found = Simulated(alone_s=alone_s, cost=lambda step: cost if step < 1100 else 10 * cost, seed=seed)
+    found.run(Controller(Budget(slowdown=slowdown)), STEPS)
+    assert holds(found, slowdown, 0, 700)
+    assert holds(found, slowdown, 700, 1100)
+    assert holds(found, slowdown, 1100)
+
+
 @pytest.mark.parametrize("change", [1.6, 1 / 1.6])
 def test_it_reacts_to_a_change_within_a_few_steps(change: float) -> None:
     found = Simulated(alone_s=lambda step: 0.01 if step < 500 else 0.01 * change)

@@ -12,7 +12,7 @@ from burstpool.errors import RunError, ShareError
 from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
 from burstpool.share.budget import Budget
 from burstpool.share.evictions import Evictions, Memory, Stay
-from burstpool.share.gpu import Idle, SharedGpu
+from burstpool.share.gpu import Idle, SharedGpu, stretches
 
 STEP_S = 0.01
 BUDGET = Budget(slowdown=1.10)
@@ -365,6 +365,71 @@ def test_background_work_for_a_gap_begins_with_the_gap(clock: Clock) -> None:
     starts_s = steps_of(foreground).began_s[::2]
     first_s = steps_of(beside.work).began_s[:10]  # what a gap costs is measured first, in steps without overlap
     assert all(any(start + STEP_S / 2 - 1e-9 <= at_s < start + STEP_S for start in starts_s) for at_s in first_s)
+
+
+def with_gaps(clock: Clock, beside: BackgroundWork, *gaps_s: float, cost: float = 0.5) -> SharedGpu:
+    """A foreground that computes for 1 ms before each gap and after the last one."""
+    foreground = job(clock, *[1e-3] * (len(gaps_s) + 1), stream=Stream(clock, cost=cost))
+    program: list[int | Idle] = [0]
+    for place, gap_s in enumerate(gaps_s, 1):
+        program += [Idle(length_s=gap_s), place]
+    return SharedGpu(foreground, [beside], BUDGET, program=program)
+
+
+def meant_for_gaps(gpu: SharedGpu, beside: BackgroundWork) -> list[tuple[Work, Event, Event]]:
+    """Pieces that are started for a gap from now on, with the gap's begin and end."""
+    found: list[tuple[Work, Event, Event]] = []
+    start = gpu.launches._start_next
+
+    def watched(step: int, allowed: Any) -> Any:
+        before, tried = beside.done_s, start(step, allowed)
+        if beside.done_s > before and allowed and allowed.in_gap:
+            found.append((steps_of(beside.work).works[-1], allowed.window.begin, allowed.window.end))
+        return tried
+
+    gpu.launches._start_next = watched  # type: ignore[method-assign]
+    return found
+
+
+def test_work_beside_compute_does_not_keep_that_of_gaps_out_of_them(clock: Clock) -> None:
+    slow = Stream(clock, cost=0.7)  # beside the foreground's compute, as one of low priority is
+    beside = BackgroundWork(job(clock, *[1e-4] * 20, stream=slow))
+    gpu = with_gaps(clock, beside, *[4e-4] * 8)
+    pieces = meant_for_gaps(gpu, beside)
+    gpu.run(300)
+    assert sum(gpu.measured.background_s) > sum(work.ended_s - work.began_s for work, _, _ in pieces)  # others, too
+    late = [work.began_s >= (end.at_s or 0.0) for work, _, end in pieces]
+    assert len(late) > 0.7 * 280 * 8 * 4
+    assert sum(late) < 0.05 * len(late)
+
+
+@pytest.mark.parametrize(("piece_s", "most"), [(4e-4, 1), (3e-4, 2), (9e-4, 1)])
+def test_a_piece_that_does_not_half_fit_a_gap_is_not_started_in_it(clock: Clock, piece_s: float, most: int) -> None:
+    beside = background(clock, *[piece_s] * 20)
+    gpu = with_gaps(clock, beside, 5e-4, 1e-4, 5e-4)
+    pieces = meant_for_gaps(gpu, beside)
+    gpu.run(200)
+    assert all(end.at_s is not None and begin.at_s is not None for _, begin, end in pieces)
+    lengths_s = [(end.at_s or 0.0) - (begin.at_s or 0.0) for _, begin, end in pieces]
+    assert min(lengths_s) > 4e-4  # none in the short gap
+    gaps = [begin for _, begin, _ in pieces]
+    assert 0 < max(gaps.count(gap) for gap in gaps) <= most
+
+
+def test_pieces_that_fit_no_gap_run_all_the_same(clock: Clock) -> None:
+    beside = background(clock, *[1.2e-3] * 20)
+    gpu = with_gaps(clock, beside, 5e-4, 1e-4, 5e-4, cost=0.1)
+    pieces = meant_for_gaps(gpu, beside)
+    gpu.run(200)
+    assert len(pieces) > 20
+
+
+def test_stretches_are_shares_of_the_compute_between_gaps() -> None:
+    gap = Idle(length_s=1.0)
+    assert stretches([0, 1, 2], [1.0, 1.0, 2.0]) == [1.0]
+    assert stretches([0, gap, 1, 2, gap], [1.0, 1.0, 2.0]) == [0.25, 0.75, 0.0]
+    assert stretches([gap, gap, 0], [3.0]) == [0.0, 0.0, 1.0]
+    assert stretches([0], [math.nan]) == [1.0]
 
 
 def test_samples_of_the_foreground_that_fail_are_loaded_again_and_in_the_end_the_error_comes_out(clock: Clock) -> None:

@@ -1,17 +1,36 @@
 """Pieces of a step are about as long as asked for, and can run one after the other."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from burstpool.model.graph_nodes import sorted_nodes
-from burstpool.share.pieces import cut_after, looked_into, parts_of
+from burstpool.share.pieces import cut_after, looked_into, parts_of, piece_length_s
 
 
 def lengths(times: list[float], ends: list[int]) -> list[float]:
     starts = [0, *(end + 1 for end in ends)]
     stops = [*(end + 1 for end in ends), len(times)]
     return [sum(times[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "gaps_s", "wanted_s"),
+    [
+        (4e-3, (), 2e-4),
+        (1e-1, (), 3e-4),
+        (1e-4, (), 1e-4),
+        (math.nan, (), 3e-4),
+        (1e-1, (1e-2, 1e-4, 1e-4), 3e-4),  # short gaps that are little of the time do not count
+        (1e-1, (2e-4,) * 9 + (1e-3,), 1e-4),
+        (1e-1, (8e-4,) * 9 + (1e-2,), 3e-4),
+        (1e-1, (8e-4,) * 9 + (1e-3,), 2e-4),
+    ],
+)
+def test_pieces_are_short_beside_steps_and_gaps(step_s: float, gaps_s: tuple[float, ...], wanted_s: float) -> None:
+    assert piece_length_s(step_s, gaps_s) == pytest.approx(wanted_s)
 
 
 def test_pieces_end_where_they_are_nearest_to_the_target() -> None:

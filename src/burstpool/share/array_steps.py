@@ -54,7 +54,9 @@ class ArrayStep:
         autocast: Literal["bf16"] | None = None,
     ) -> None:
         check_one_batch(jobs)
-        self.jobs, self.stream, self._piece_s, self._autocast = list(jobs), stream, piece_s, autocast
+        self.jobs, self.stream, self._autocast = list(jobs), stream, autocast
+        self.piece_s = piece_s
+        """About how long pieces are to be at the next capture."""
         inputs, _ = jobs[0].samples(jobs[0].batch)
         with torch.cuda.stream(stream):
             models = [job.build_model().to(stream.device).train() for job in jobs]
@@ -162,7 +164,7 @@ class ArrayStep:
         except Exception as error:  # whatever the user's operators do that a graph cannot hold
             raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
         timed = partial(times_of_pieces, begin=lambda: None)
-        self._cut = CutGraph(graph, target_s=self._piece_s, timed=timed, cuts=cuts)
+        self._cut = CutGraph(graph, target_s=self.piece_s, timed=timed, cuts=cuts)
         self.pieces = self._cut.pieces
 
     def _capture(self) -> None:
@@ -212,7 +214,7 @@ class ArrayStep:
         self.array.recording = True  # operators are chosen by their times in a graph, in the eager steps too
         try:
             # Pieces have no branches: then operators are chosen that need none.
-            with setting, in_turn() if math.isfinite(self._piece_s) else contextlib.nullcontext():
+            with setting, in_turn() if math.isfinite(self.piece_s) else contextlib.nullcontext():
                 self._losses = self.array.losses(inputs, self.jobs[0].loss, target)
         finally:
             self.array.recording = False

@@ -86,6 +86,11 @@ class BaseTime:
         """Alone steps that are wanted now, to decide whether the foreground has changed."""
         return self._questions
 
+    @property
+    def is_drifting(self) -> bool:
+        """Whether steps get longer or shorter, little by little."""
+        return self._slope_s != 0
+
     def add(self, time_s: float, *, step: int) -> bool:
         """Takes an alone step; returns whether the foreground has changed since those before."""
         self._samples.append((step, time_s))

@@ -13,8 +13,9 @@ no torch; the same object drives a GPU, a CPU process and a simulation.
 
 A cost is what a second of background work adds to the foreground, measured. The base is the mean of *alone* steps,
 with no background at all: some at first, then one in about 25, at distances with which they meet all steps of a period
-of the foreground. They cost nothing: the others may spend what an alone step leaves. When steps are not what the costs
-predict, three or more alone steps in a row tell whether the foreground has changed or the interference has.
+of the foreground. They cost nothing: the others may spend what an alone step leaves. Where nobody can, as the budget
+holds no one back, they are four times as rare. When steps are not what the costs predict, three or more alone steps in
+a row tell whether the foreground has changed or the interference has.
 
 Ignores: what kind of work the background does at which moment; that is averaged over a step.
 """
@@ -55,6 +56,11 @@ _TAIL_STEP = 0.3
 _SPACING = (29, 19, 25)
 """Steps from one alone step to the next. Their sum, 73, is a prime: each time around they fall on other steps of a
 foreground's period, and in the end on all of them alike."""
+_RARE_SPACING = (101, 83, 87)
+"""The same, their sum a prime too, for a steady foreground with a background that does not use up the budget: there an
+alone step, and the end of the background's queue before it, are lost to it."""
+_SPARED = 0.9
+"""Part of what it may do, or could do in the time, below or above which a background is not held back."""
 _SURPRISES = 4
 """Steps in a row that are not what the costs predict until the base is looked at again."""
 _SHIFT, _SHIFTED = 0.5, 6.0
@@ -219,13 +225,15 @@ class Controller:
         self._has_shared, self._last_shared = False, 0
         self._alone_left = budget.alone_first
         self._gaps_only_left = _CONFIRMING if gaps else 0
-        self._spacing = cycle(_SPACING)
+        self._spacing, self._rare_spacing = cycle(_SPACING), cycle(_RARE_SPACING)
         self._step = 0
         self._until_alone = budget.alone_first + next(self._spacing)
         self._residuals: deque[float] = deque(maxlen=_SURPRISES)
         self._usual_residual = 0.02
         self._above = self._below = 0.0
         self._patience, self._calm = 10, 0
+        self._free_steps = 0
+        """Shared steps in a row in which the background was not held back."""
         self._tried_work = room
         self.allowance = self._decide()
 
@@ -283,6 +291,9 @@ class Controller:
         overlapped, in_gaps = step.overlapped_s / alone_s, step.in_gaps_s / alone_s
         self._owe(step.time_s - self._aim() * self.base.mean_s)
         self._follow_tail(ratio)
+        allowed_s = self.allowance.overlapped_s
+        free = step.overlapped_s < _SPARED * allowed_s or allowed_s > _SPARED * self._aim() * alone_s
+        self._free_steps = self._free_steps + 1 if free else 0
         predicted = 1 + self.overlap_cost.value * overlapped + self.gap_cost.value * in_gaps
         self._watch(ratio - predicted)
         # One hiccup says little of the cost; the debt counts it in full. Long steps of the foreground's own count here
@@ -314,9 +325,17 @@ class Controller:
     def _owe(self, more_s: float) -> None:
         alone_s = self.base.mean_s
         self.debt_s += min(more_s, _MOST_DEBT * alone_s)
-        self.debt_s = min(
-            max(self.debt_s, -self._lasting() * (self.budget.slowdown - 1) * alone_s), _MOST_DEBT * alone_s
-        )
+        self.debt_s = min(max(self.debt_s, -self._most_saved_s()), _MOST_DEBT * alone_s)
+
+    def _most_saved_s(self) -> float:
+        """As much as steps may have taken less than the budget, for later ones to spend."""
+        return self._lasting() * (self.budget.slowdown - 1) * self.base.mean_s
+
+    def _is_unused(self) -> bool:
+        """Whether the budget holds nobody back, beside a foreground that is known well and steady."""
+        saved = -self.debt_s >= _SPARED * self._most_saved_s()
+        free = self._free_steps >= _FEEDBACK_STEPS
+        return saved and free and not self._knows_too_little() and not self.base.is_drifting
 
     def _tail_limit(self) -> float:
         """Over the mean alone; careful where the foreground's own p95, or the mean, is not known well."""
@@ -384,7 +403,7 @@ class Controller:
             return Allowance(alone=True, overlapped_s=0, gaps_s=(0.0,) * len(self.gaps), waiting_s=0, reducing_s=0)
         if self._until_alone <= 0:
             self._alone_left, self._gaps_only_left = 1, 1 if self.gaps else 0
-            self._until_alone = next(self._spacing)
+            self._until_alone = next(self._rare_spacing if self._is_unused() else self._spacing)
             return self._decide()
         alone_s, aim = self.base.mean_s, self._aim()
         even_s = (aim - 1) * alone_s

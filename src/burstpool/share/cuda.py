@@ -46,6 +46,7 @@ from burstpool.share.gpu_memory import MemoryOf, memory_cap
 from burstpool.share.gpu_timeline import timeline_of
 from burstpool.share.graph_steps import GraphStep
 from burstpool.share.moving import give_back
+from burstpool.share.pieces import piece_length_s
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.rehearsal import Rehearsal
 from burstpool.share.room import RESERVE
@@ -54,8 +55,6 @@ from burstpool.share.width import Widths
 from burstpool.share.workers import share_among_workers
 
 _LOG = logging.getLogger(__name__)
-PIECE_S = 3e-4
-"""Length of a background piece: long enough to be worth a launch, short beside any step worth sharing."""
 _VIEW_S = 0.5
 """Between two looks of a live view."""
 
@@ -230,13 +229,14 @@ class _Sharing:
     def _captured(self, beside: _Beside, sources: Sequence[JobSource]) -> BackgroundWork:
         wanted, jobs = beside.wanted, load_jobs(beside.wanted.source, beside.wanted.settings)
         steps: GraphStep | ArrayStep
+        piece_s = piece_length_s(self._front.steps.alone_s)
         with contextlib.ExitStack() as cleaning:
             with memory_cap(wanted.name, self.low.device, self._memory_bytes(wanted)):
                 if len(jobs) > 1:
-                    steps = ArrayStep(jobs, stream=self.low, piece_s=PIECE_S, autocast=self._autocast)
+                    steps = ArrayStep(jobs, stream=self.low, piece_s=piece_s, autocast=self._autocast)
                 else:
                     options = RunOptions(device="cuda", autocast=self._autocast)
-                    steps = GraphStep(jobs[0], stream=self.low, control=self.control, piece_s=PIECE_S, options=options)
+                    steps = GraphStep(jobs[0], stream=self.low, control=self.control, piece_s=piece_s, options=options)
                 feeder = Feeder(sources[0], jobs[0], memory_bytes=wanted.memory_bytes or 4 << 30, niceness=10)
                 cleaning.callback(feeder.close)
                 work = JobAtWork(wanted.name, steps, feeder)

@@ -4,7 +4,7 @@ Everything is launched by one thread of one process, in this order for each step
 
     1. the foreground's samples and its CUDA graphs, on a stream of high priority
     2. as many short pieces of background work as the controller allows, on a stream of low priority, where they wait
-       for an event that the foreground's stream passes when the step, or a gap in it, begins
+       for an event that the foreground's stream passes when the step, or a gap or a stretch of compute in it, begins
     3. wait for the end of the *previous* step, and tell the controller how long it took; pieces for long gaps, which
        are more than a queue holds, are started meanwhile
 
@@ -110,6 +110,7 @@ class SharedGpu:
         """The same where it had stopped for itself, as to write a checkpoint."""
         self._restarts = 0
         gaps = [Gap(length_s=part.length_s) for part in self._program if isinstance(part, Idle)]
+        self._stretches = stretches(self._program, foreground.steps.piece_times_s)
         self.controller = Controller(budget, gaps=gaps)
         self._allowance: Allowance = self.controller.allowance
         self.launches = Launches(self.backgrounds, self.controller, self._note)
@@ -132,10 +133,9 @@ class SharedGpu:
                 break
             batch = self._next_batch(step, ends[-1] if ends else None)
             windows = self._launch_foreground(step, batch)
-            self.spans.append(StepSpan(begin=windows[0].begin, end=windows[0].end))
             self._newest = step
             self.launches.allow(step, windows, self._allowance)
-            ends = [*ends[-2:], windows[0].end]
+            ends = [*ends[-2:], self.spans[-1].end]
             if len(ends) > 1:
                 self._settle(step - 1, ends[:-1])
             if self._watch is not None and self._watch(self):
@@ -174,9 +174,9 @@ class SharedGpu:
             return None
 
     def _launch_foreground(self, step: int, batch: list[list[Batch]]) -> list[Window]:
-        """Queues a step; returns when it runs, and when its gaps are."""
-        steps = self.foreground.steps
-        begin, gaps = recorded(steps.stream, timing=True), []
+        """Queues a step; returns its stretches of compute and its gaps, in the order of time."""
+        steps, windows, shares = self.foreground.steps, list[Window](), iter(self._stretches)
+        begin = since = recorded(steps.stream, timing=True)
         self._with_room(step, lambda: steps.begin(batch))
         self.foreground.feeder.used(steps.stream)
         with torch.cuda.stream(steps.stream):
@@ -185,11 +185,16 @@ class SharedGpu:
                     gap_begin = recorded(steps.stream)
                     assert self._wait is not None
                     self._wait(part.length_s)
-                    gaps.append(Window(gap_begin, recorded(steps.stream)))
+                    gap_end = recorded(steps.stream)
+                    windows += [Window(since, gap_begin, next(shares)), Window(gap_begin, gap_end, 0.0, in_gap=True)]
+                    since = gap_end
                 else:
                     self._with_room(step, steps.pieces[part])
         self.foreground.read_later(steps.end())
-        return [Window(begin, recorded(steps.stream, timing=True)), *gaps]
+        end = recorded(steps.stream, timing=True)
+        self.spans.append(StepSpan(begin=begin, end=end))
+        windows.append(Window(since, end, next(shares)))
+        return [window for window in windows if window.in_gap or window.share]
 
     def _with_room(self, step: int, work: Callable[[], object]) -> None:
         """Does a part of the foreground's step; where memory does not suffice, backgrounds leave and it is done again.
@@ -262,6 +267,18 @@ class SharedGpu:
         if not self.foreground.read(all_of_them=all_of_them) and not self._allow_nan:
             bad = next(i for i, x in enumerate(self.foreground.losses[before:], before) if not math.isfinite(x[0]))
             raise RunError(not_finite(self.foreground.losses[bad][0], bad))
+
+
+def stretches(program: Sequence[int | Idle], piece_times_s: Sequence[float]) -> list[float]:
+    """Shares of a step's compute before its first gap, between gaps and after the last; 0 where there is none. Pure."""
+    lengths_s = [0.0]
+    for part in program:
+        if isinstance(part, Idle):
+            lengths_s.append(0.0)
+        else:
+            lengths_s[-1] += piece_times_s[part]
+    whole_s = sum(lengths_s)  # not a number of a foreground that was never timed
+    return [length_s / whole_s if whole_s > 0 else 1 / len(lengths_s) for length_s in lengths_s]
 
 
 def _until(end: torch.cuda.Event, resumed: torch.cuda.Event | None) -> float:

@@ -49,7 +49,9 @@ class GraphStep:
         options: RunOptions | None = None,
     ) -> None:
         """Builds and traces the model; `warm_up` as many times as `warm_up_steps` says, then `capture`."""
-        self.job, self.stream, self._piece_s = job, stream, piece_s
+        self.job, self.stream = job, stream
+        self.piece_s = piece_s
+        """About how long pieces are to be at the next capture."""
         options = replace(options or RunOptions(), device="cuda", device_timeline=False, cuda_graphs=True)
         traced = trace_job(job, fallback=options.fallback)
         plan = even_plan(traced.graph, num_devices=1, batch=job.batch, name=job.name)
@@ -137,7 +139,7 @@ class GraphStep:
                 self._uncut.append(piece)
             else:
                 where = next(cuts, None)
-                self._cut.append(CutGraph(graph, target_s=self._piece_s, timed=self._timed, cuts=where))
+                self._cut.append(CutGraph(graph, target_s=self.piece_s, timed=self._timed, cuts=where))
                 self.pieces += self._cut[-1].pieces
                 self._uncut += self._cut[-1].whole or self._cut[-1].pieces
         self._cuts = [cut.cuts for cut in self._cut]

@@ -1,12 +1,16 @@
 """Background pieces on a GPU: which are started for a step of the foreground, which are under way, what each costs.
 
-Takes what a step allows, from the controller, and the events at which the step and its gaps begin; starts pieces behind
-these, of the job in turn that has got least. Says, after a step, what ran in it. Three things bound what is started:
+Takes what a step allows, from the controller, and the events at which its stretches of compute and its gaps begin;
+starts pieces behind these, of the job in turn that has got least. Says, after a step, what ran in it. What is started
+is bound by three things:
 
     credit   what the step allows, beside compute by each piece's own price (`prices.py`), in gaps by its length
-    room     the time that the step computes: more would run on into its gaps, and be late for all that follows
+    room     the length of the stretch or gap: more would run on into what follows, and be late for all that comes then
     queue    what a stream's queue holds, and samples that are there; the rest is started as pieces end and samples
-             come, or never if its window, the step or a gap of it, is over by then
+             come, or never if its window, the stretch or the gap, is over by then
+
+A step's work beside compute is spread over its stretches. All of it at the beginning would stand in the streams before
+that of the gaps, and last beyond the first ones: pieces that were meant for a gap would run beside compute.
 
 Time passes between any two lines here, and pieces end meanwhile: what must agree is asked once.
 
@@ -38,15 +42,20 @@ _AT_ONCE = 16
 started, and fill no queue."""
 _LEAST_BUSY = 0.05
 """Share of a step in which the foreground computes, at least: its gaps may be shorter than the schedule says."""
+_OVERRUN = 0.5
+"""Part of a piece that may run on after its gap: it costs the foreground less than all of it beside compute would."""
 _HUNG_STEPS, _HUNG_LENGTHS = 16, 20
 """A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
 
 
 class Window(NamedTuple):
-    """A time on the device in which background work may run: a step of the foreground, or a gap in it."""
+    """A time on the device in which background work may run: a stretch of the foreground's compute, or a gap."""
 
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    share: float = 1.0
+    """Of the step's compute; a gap has none."""
+    in_gap: bool = False
 
 
 class _Tried(enum.Enum):
@@ -89,7 +98,11 @@ class _Allowed:
     """By lengths: as much as there is time for."""
     saved: Credit
     """Where what is left of the credit goes."""
-    in_gap: bool
+
+    @property
+    def in_gap(self) -> bool:
+        """Whether the foreground waits in the window."""
+        return self.window.in_gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +126,7 @@ class Launches:
     ) -> None:
         """`note` is called with each piece that is started, and its step."""
         self._backgrounds, self._controller, self._note = backgrounds, controller, note
-        self._overlapped, self._in_gaps = Credit(), [Credit() for _ in controller.gaps]
+        self._overlapped, self._in_gaps = Credit(), Credit()
         self._to_start: collections.deque[_Allowed] = collections.deque()
         self.under_way: list[Launched] = []
         """Pieces that had not ended when `ended` was last asked."""
@@ -137,19 +150,24 @@ class Launches:
     def allow(self, step: int, windows: Sequence[Window], allowance: Allowance) -> None:
         """Starts what a step allows, less what earlier ones started and the GPU has not got round to.
 
-        `windows` are the step and its gaps.
+        `windows` are its stretches and gaps, in the order of time.
         """
         # Asked now: many that were under way when the last step was looked at may have ended in a wait for samples.
         late = [piece for piece in self.under_way if piece.step < step - 1 and not piece.end.query()]
         hung = {piece for piece in late if self._is_hung(piece, step)}
         self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
         behind_s = sum(piece.length_s * piece.factor for piece in late if piece not in hung)
-        allowed = [(windows[0], self._overlapped, allowance.overlapped_s, self._busy_s())]
-        allowed += [(*rest, math.inf) for rest in zip(windows[1:], self._in_gaps, allowance.gaps_s, strict=True)]
-        for place, (window, saved, allowed_s, room_s) in enumerate(allowed):
+        busy_s, gaps = self._busy_s(), zip(self._controller.gaps, allowance.gaps_s, strict=True)
+        for window in windows:
+            if window.in_gap:
+                gap, allowed_s = next(gaps)
+                room_s, saved = gap.length_s, self._in_gaps
+            else:
+                allowed_s, room_s = window.share * allowance.overlapped_s, window.share * busy_s
+                saved = self._overlapped
             less_s = min(behind_s, allowed_s)
             behind_s -= less_s
-            self._allow(_Allowed(step, window, Credit(allowed_s - less_s), Credit(room_s), saved, in_gap=place > 0))
+            self._allow(_Allowed(step, window, Credit(allowed_s - less_s), Credit(room_s), saved))
         self.start_more()
 
     def _allow(self, allowed: _Allowed) -> None:
@@ -158,8 +176,15 @@ class Launches:
             return
         allowed.saved.add(allowed.credit.take(), piece_s=self._longest_s(allowed))
         allowed.credit.left_s = allowed.saved.take()
-        allowed.room.left_s = max(allowed.room.left_s, *(background.next_s for background in waiting))
+        allowed.room.left_s = max(allowed.room.left_s, self._least_room_s(allowed, waiting))
         self._to_start.append(allowed)
+
+    def _least_room_s(self, allowed: _Allowed, waiting: Sequence[Filler]) -> float:
+        """Enough for the next pieces, lest these never run; of a gap only where no gap is long enough for them."""
+        longest_s = 0.0
+        if allowed.in_gap:
+            longest_s = max(gap.length_s for gap in self._controller.gaps)
+        return max((x.next_s for x in waiting if (1 - _OVERRUN) * x.next_s > longest_s), default=0.0)
 
     def _longest_s(self, allowed: _Allowed) -> float:
         """What the longest piece costs: the first in turn may have no samples, and what it leaves must add up to it."""
@@ -264,7 +289,8 @@ class Launches:
     def _covers(self, allowed: _Allowed, background: Filler) -> bool:
         """Whether there is credit and room for its next piece."""
         length_s = background.next_s
-        return allowed.credit.covers(self._factor(background, allowed) * length_s) and allowed.room.covers(length_s)
+        room_s = (1 - _OVERRUN) * length_s if allowed.in_gap else length_s
+        return allowed.credit.covers(self._factor(background, allowed) * length_s) and allowed.room.covers(room_s)
 
     def _is_full(self, background: Filler) -> bool:
         queued = self._queued.setdefault(background.queue, collections.deque())

@@ -28,8 +28,28 @@ from burstpool.model.graph_nodes import ordered_nodes, put_in_a_row
 Piece = Callable[[], object]
 """Launches it on the current stream."""
 
+_SHORTEST_S, _LONGEST_S = 1e-4, 3e-4
+"""Of pieces: worth a launch, and short beside any step worth sharing."""
+_IN_A_STEP, _IN_A_GAP = 20, 4
+"""Pieces that a step of the foreground, and one of its gaps, are as long as: fewer, and steps differ by a piece more or
+less, which the tail pays for, or much of a gap is too short for the next piece."""
 _MOST_PROBES = 200
 """Pieces that are timed to see where to cut."""
+
+
+def piece_length_s(step_s: float, gaps_s: Sequence[float] = ()) -> float:
+    """How long background pieces are to be beside a foreground of such steps, with such gaps in each. Pure.
+
+    Of the gaps the one counts below which half of their time lies. A step that was never timed is not a number.
+    """
+    wanted_s = step_s / _IN_A_STEP if math.isfinite(step_s) else _LONGEST_S
+    shorter_s = 0.0
+    for gap_s in sorted(gaps_s):
+        shorter_s += gap_s
+        if shorter_s >= sum(gaps_s) / 2:
+            wanted_s = min(wanted_s, gap_s / _IN_A_GAP)
+            break
+    return min(max(wanted_s, _SHORTEST_S), _LONGEST_S)
 
 
 def cut_after(times_s: Sequence[float], target_s: float) -> list[int]:
