@@ -94,7 +94,12 @@ def predicted(
         events.append(Event(device=0, lane="compute", kind="step", block="step", start_s=step_s, stop_s=step_s))
     timeline = Timeline(source="predicted", num_devices=1, step_time_s=step_s, events=tuple(events))
     return predict_sharing(
-        timeline, foreground, background, table, Budget(slowdown=budget), slice_s=PIECE_S if gap_share else 0.0
+        timeline,
+        foreground,
+        background,
+        table,
+        Budget(slowdown=budget),
+        slice_s=row.get("piece_s", PIECE_S) if gap_share else 0.0,
     )
 
 

@@ -79,6 +79,25 @@ def test_steps_alone_are_rarer_where_the_budget_holds_nobody_back(cost: float, m
     assert most / 2 < sum(found.alone[200:]) / (STEPS - 200) < most
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_driver_that_is_a_step_ahead_is_asked_for_no_more_steps_alone_than_it_takes(late: bool) -> None:
+    """`late`: work runs on into the next step, so that the first of several alone steps is none."""
+    controller = Controller(Budget())
+    told, alone, spoilt, before_s = [controller.allowance] * 2, 0, 0, 0.0
+    for _ in range(STEPS):
+        now = told.pop(0)
+        late_s = 1e-5 if late and before_s else 0.0
+        before_s = now.overlapped_s
+        alone += now.alone and not late_s
+        spoilt += now.alone and late_s > 0
+        work_s = now.overlapped_s + late_s
+        step = StepTaken(time_s=0.01 + 0.5 * work_s, overlapped_s=work_s, meant_alone=now.alone)
+        told.append(controller.observe(step, alone_under_way=sum(x.alone for x in told)))
+    expected = 8 + (STEPS - 8) / 24.3
+    assert 0.8 * expected < alone < 1.2 * expected
+    assert spoilt < 1.2 * expected if late else not spoilt
+
+
 def test_a_background_that_is_slower_than_it_may_be_is_held_back_by_nobody() -> None:
     controller = Controller(Budget(slowdown=1.20))
     alone = 0

@@ -219,10 +219,12 @@ def test_what_runs_while_the_foreground_waits_is_told_with_the_step_that_it_wait
     run.go()
     spans = list(pairwise(run.ends_s))[15:]
     told = run.gpu.measured.background_s[15:]
-    waits = [(span, told_s) for span, told_s in zip(spans, told, strict=True) if span[1] - span[0] > 5 * STEP_S]
-    assert len(waits) > 3
-    assert all(told_s > 0.5 * (stop_s - start_s) for (start_s, stop_s), told_s in waits)
-    assert sum(told) - sum(told_s for _, told_s in waits) < 0.5 * STEP_S * len(told)
+    steps = list(zip(spans, told, strict=True))
+    waits = [(span, told_s) for span, told_s in steps if span[1] - span[0] > 5 * STEP_S]
+    assert sum(told_s > 0.5 * (stop_s - start_s) for (start_s, stop_s), told_s in waits) >= 3
+    assert all(told_s >= 0.8 * run.background_s(*span) for span, told_s in waits)  # little where one is to be alone
+    others = [(span, told_s) for span, told_s in steps if (span, told_s) not in waits]
+    assert sum(told_s for _, told_s in others) <= sum(run.background_s(*span) for span, _ in others) + 3e-4
 
 
 def test_work_that_has_ended_since_it_was_last_looked_at_is_not_behind(clock: Clock) -> None:

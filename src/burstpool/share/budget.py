@@ -130,6 +130,8 @@ class StepTaken:
     """Background work beside the foreground's compute, by the background's own time alone or by its price."""
     in_gaps_s: float = 0.0
     """Background work while the foreground waited or idled within the step."""
+    meant_alone: bool | None = None
+    """Whether it was to run alone; None where that is what the last allowance says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +226,9 @@ class Controller:
         """For how long the foreground was stopped for the background, and has not got back yet."""
         self._has_shared, self._last_shared = False, 0
         self._alone_left = budget.alone_first
+        self._was_alone, self._spoilt = True, False
+        """Whether the last step was to be alone; and whether work of the one before ran on into the last such step that
+        came after a shared one."""
         self._gaps_only_left = _CONFIRMING if gaps else 0
         self._spacing, self._rare_spacing = cycle(_SPACING), cycle(_RARE_SPACING)
         self._step = 0
@@ -242,18 +247,25 @@ class Controller:
         """The step without background; None before the first."""
         return self.base.mean_s if self.base.num_samples else None
 
-    def observe(self, step: StepTaken) -> Allowance:
-        """Takes what a step was; returns what the next one allows."""
+    def observe(self, step: StepTaken, *, alone_under_way: int = 0) -> Allowance:
+        """Takes what a step was; returns what the next one allows that is not under way yet.
+
+        `alone_under_way`: of those that are, how many are to be alone.
+        """
         if not 0 < step.time_s < math.inf or not (step.overlapped_s >= 0 and step.in_gaps_s >= 0):
             raise ShareError(f"{step} is no step: its time must be more than 0, its work 0 or more")
         self._step += 1
         self._until_alone -= 1
+        meant_alone = self.allowance.alone if step.meant_alone is None else step.meant_alone
+        if meant_alone and not self._was_alone:
+            self._spoilt = step.overlapped_s + step.in_gaps_s > 0
+        self._was_alone = meant_alone
         if step.overlapped_s == 0 and step.in_gaps_s == 0:
-            self._take_alone(step.time_s)
+            self._take_alone(step.time_s, meant_alone)
         elif self.base.num_samples:
             self._take_shared(step)
         self.pause_debt_s = max(self.pause_debt_s - _PAUSE_PART * (self._whole_aim() - 1) * self.base.mean_s, 0.0)
-        self.allowance = self._decide()
+        self.allowance = self._decide(alone_under_way)
         return self.allowance
 
     def charge_pause(self, time_s: float) -> None:
@@ -263,10 +275,10 @@ class Controller:
         """
         self.pause_debt_s += time_s
 
-    def _take_alone(self, time_s: float) -> None:
+    def _take_alone(self, time_s: float, meant_alone: bool) -> None:
         """A step without background is a sample of the base, and leaves its share of the budget to the others."""
         self._alone_left = max(self._alone_left - 1, 0)
-        if not self.allowance.alone:  # gaps were allowed and nobody came: they may be none, or too short for a slice
+        if not meant_alone:  # gaps were allowed and nobody came: they may be none, or too short for a slice
             self._gaps_only_left = max(self._gaps_only_left - 1, 0)
         before_s = self.base.mean_s
         if self._is_paying and self._step - self._last_shared < sum(_SPACING):
@@ -397,9 +409,11 @@ class Controller:
         self._patience, self._calm = 10, 0
         self._alone_left = self.budget.alone_first - self.base.num_samples
 
-    def _decide(self) -> Allowance:
+    def _decide(self, alone_under_way: int = 0) -> Allowance:
         self._is_paying = False
-        if self._alone_left > 0 or not self.base.num_samples:
+        # Where work of the step before runs on into one that is to be alone, it takes two in a row.
+        coming = 0 if self._spoilt and not self._was_alone else alone_under_way
+        if self._alone_left > coming or not self.base.num_samples:
             return Allowance(alone=True, overlapped_s=0, gaps_s=(0.0,) * len(self.gaps), waiting_s=0, reducing_s=0)
         if self._until_alone <= 0:
             self._alone_left, self._gaps_only_left = 1, 1 if self.gaps else 0

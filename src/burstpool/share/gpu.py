@@ -114,6 +114,8 @@ class SharedGpu:
         self.controller = Controller(budget, gaps=gaps)
         self._allowance: Allowance = self.controller.allowance
         self.launches = Launches(self.backgrounds, self.controller, self._note)
+        self._alone: dict[int, bool] = {}
+        """Step under way → whether it is to be alone."""
         self._newest = -1
         """The step that was launched last."""
         self._wait = waiter() if gaps else None
@@ -134,6 +136,7 @@ class SharedGpu:
             batch = self._next_batch(step, ends[-1] if ends else None)
             windows = self._launch_foreground(step, batch)
             self._newest = step
+            self._alone[step] = self._allowance.alone
             self.launches.allow(step, windows, self._allowance)
             ends = [*ends[-2:], self.spans[-1].end]
             if len(ends) > 1:
@@ -239,14 +242,16 @@ class SharedGpu:
             paused_s = max(_until(ends[-2], self._resumed.pop(step, None)) - own_s, 0.0)
             whole_s = float(ends[-2].elapsed_time(ends[-1])) / 1e3
             work = self.launches.work_in(step, whole_s, done)
-            self._observe(whole_s - own_s, work, paused_s=paused_s, stopped=own_s > _LEAST_PAUSE_S)
+            self._observe(step, whole_s - own_s, work, paused_s=paused_s, stopped=own_s > _LEAST_PAUSE_S)
+        else:
+            self._alone.pop(step)
         self._read_foreground()
         for background in self.backgrounds:
             background.look_after()
             if background.ended or background.where == "away":
                 self.launches.prices.forget(id(background))
 
-    def _observe(self, time_s: float, work: Work, *, paused_s: float, stopped: bool) -> None:
+    def _observe(self, step: int, time_s: float, work: Work, *, paused_s: float, stopped: bool) -> None:
         """A pause for a background is measured as a part of the step; the controller is told of it apart.
 
         `stopped`: the foreground had stopped for itself before the step, which is no part of it.
@@ -255,8 +260,13 @@ class SharedGpu:
         if paused:
             self.measured.paused_s[len(self.measured.step_s)] = paused_s
             self.controller.charge_pause(paused_s)
-        taken = StepTaken(time_s=max(time_s - paused_s, 1e-9), overlapped_s=work.overlapped_s, in_gaps_s=work.in_gaps_s)
-        self._allowance = self.controller.observe(taken)
+        taken = StepTaken(
+            time_s=max(time_s - paused_s, 1e-9),
+            overlapped_s=work.overlapped_s,
+            in_gaps_s=work.in_gaps_s,
+            meant_alone=self._alone.pop(step),
+        )
+        self._allowance = self.controller.observe(taken, alone_under_way=sum(self._alone.values()))
         if not paused and not stopped:
             self.launches.learn(taken, work.pieces)
         self.measured.step_s.append(time_s)

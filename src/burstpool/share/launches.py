@@ -43,7 +43,10 @@ started, and fill no queue."""
 _LEAST_BUSY = 0.05
 """Share of a step in which the foreground computes, at least: its gaps may be shorter than the schedule says."""
 _OVERRUN = 0.5
-"""Part of a piece that may run on after its gap: it costs the foreground less than all of it beside compute would."""
+"""Part of a piece that may run on after its gap or stretch. After a gap it costs the foreground less than all of it
+beside compute would; after a stretch it takes little of the gap."""
+_BESIDE = 0.5
+"""How fast background work is beside compute, about, over its speed alone."""
 _HUNG_STEPS, _HUNG_LENGTHS = 16, 20
 """A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
 
@@ -96,6 +99,8 @@ class _Allowed:
     """By prices; in gaps by lengths."""
     room: Credit
     """By lengths: as much as there is time for."""
+    most_room_s: float
+    """What the longest of the step's windows of its kind has."""
     saved: Credit
     """Where what is left of the credit goes."""
 
@@ -157,17 +162,18 @@ class Launches:
         hung = {piece for piece in late if self._is_hung(piece, step)}
         self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
         behind_s = sum(piece.length_s * piece.factor for piece in late if piece not in hung)
-        busy_s, gaps = self._busy_s(), zip(self._controller.gaps, allowance.gaps_s, strict=True)
+        busy_s, gaps_s = _BESIDE * self._busy_s(), [gap.length_s for gap in self._controller.gaps]
+        most_s = {True: max(gaps_s, default=0.0), False: busy_s * max(window.share for window in windows)}
+        gaps = zip(gaps_s, allowance.gaps_s, strict=True)
         for window in windows:
+            room_s, allowed_s = window.share * busy_s, window.share * allowance.overlapped_s
             if window.in_gap:
-                gap, allowed_s = next(gaps)
-                room_s, saved = gap.length_s, self._in_gaps
-            else:
-                allowed_s, room_s = window.share * allowance.overlapped_s, window.share * busy_s
-                saved = self._overlapped
+                room_s, allowed_s = next(gaps)
             less_s = min(behind_s, allowed_s)
             behind_s -= less_s
-            self._allow(_Allowed(step, window, Credit(allowed_s - less_s), Credit(room_s), saved))
+            saved = self._in_gaps if window.in_gap else self._overlapped
+            credit, room = Credit(allowed_s - less_s), Credit(room_s)
+            self._allow(_Allowed(step, window, credit, room, most_s[window.in_gap], saved))
         self.start_more()
 
     def _allow(self, allowed: _Allowed) -> None:
@@ -180,11 +186,8 @@ class Launches:
         self._to_start.append(allowed)
 
     def _least_room_s(self, allowed: _Allowed, waiting: Sequence[Filler]) -> float:
-        """Enough for the next pieces, lest these never run; of a gap only where no gap is long enough for them."""
-        longest_s = 0.0
-        if allowed.in_gap:
-            longest_s = max(gap.length_s for gap in self._controller.gaps)
-        return max((x.next_s for x in waiting if (1 - _OVERRUN) * x.next_s > longest_s), default=0.0)
+        """Enough for the next pieces where no window of the step has room for them, lest these never run."""
+        return max((x.next_s for x in waiting if not _fits(x.next_s, allowed.most_room_s)), default=0.0)
 
     def _longest_s(self, allowed: _Allowed) -> float:
         """What the longest piece costs: the first in turn may have no samples, and what it leaves must add up to it."""
@@ -289,8 +292,8 @@ class Launches:
     def _covers(self, allowed: _Allowed, background: Filler) -> bool:
         """Whether there is credit and room for its next piece."""
         length_s = background.next_s
-        room_s = (1 - _OVERRUN) * length_s if allowed.in_gap else length_s
-        return allowed.credit.covers(self._factor(background, allowed) * length_s) and allowed.room.covers(room_s)
+        covered = allowed.credit.covers(self._factor(background, allowed) * length_s)
+        return covered and _fits(length_s, allowed.room.left_s)
 
     def _is_full(self, background: Filler) -> bool:
         queued = self._queued.setdefault(background.queue, collections.deque())
@@ -347,6 +350,11 @@ class Launches:
         if pieces and base.num_samples:
             added_s = taken.time_s - base.median_s - self._controller.gap_cost.value * taken.in_gaps_s
             self.prices.learn(pieces, added_s, error_s=base.noise * base.median_s)
+
+
+def _fits(length_s: float, room_s: float) -> bool:
+    """Whether enough of a piece does."""
+    return (1 - _OVERRUN) * length_s <= room_s
 
 
 def _which(background: Filler) -> PieceName:
