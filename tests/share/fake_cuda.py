@@ -236,6 +236,7 @@ class FakeSteps:
         self.stream: Any = stream or Stream(clock)
         self.step = 0
         self.piece_times_s = list(piece_s)
+        self.piece_s = max(piece_s)
         self.alone_s = sum(piece_s)
         self.ran: list[tuple[int, int]] = []
         """(step, piece), as they were queued."""

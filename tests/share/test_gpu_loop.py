@@ -403,6 +403,15 @@ def test_work_beside_compute_does_not_keep_that_of_gaps_out_of_them(clock: Clock
     assert sum(late) < 0.05 * len(late)
 
 
+@pytest.mark.parametrize("slowed", [0.2, 0.7])
+def test_it_learns_how_much_work_there_is_time_for_beside_compute(clock: Clock, slowed: float) -> None:
+    beside = BackgroundWork(job(clock, *[1e-4] * 20, stream=Stream(clock, cost=slowed)))
+    gpu = with_gaps(clock, beside, *[1e-3] * 3)
+    gpu.run(200)
+    most_s = BUDGET.slowdown * 4e-3  # its compute, as long as it may get
+    assert gpu.launches._beside_s() == pytest.approx((1 - slowed) * most_s, rel=0.15)
+
+
 @pytest.mark.parametrize(("piece_s", "most"), [(4e-4, 1), (3e-4, 2), (9e-4, 1)])
 def test_a_piece_that_does_not_half_fit_a_gap_is_not_started_in_it(clock: Clock, piece_s: float, most: int) -> None:
     beside = background(clock, *[piece_s] * 20)

@@ -45,8 +45,9 @@ _LEAST_BUSY = 0.05
 _OVERRUN = 0.5
 """Part of a piece that may run on after its gap or stretch. After a gap it costs the foreground less than all of it
 beside compute would; after a stretch it takes little of the gap."""
-_BESIDE = 0.5
-"""How fast background work is beside compute, about, over its speed alone."""
+_BESIDE, _BESIDE_MEMORY = 0.5, 0.98
+"""How fast background work is beside compute, over its speed alone, before any was seen; and what is kept of what was
+known with each piece that was."""
 _HUNG_STEPS, _HUNG_LENGTHS = 16, 20
 """A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
 
@@ -132,6 +133,8 @@ class Launches:
         """`note` is called with each piece that is started, and its step."""
         self._backgrounds, self._controller, self._note = backgrounds, controller, note
         self._overlapped, self._in_gaps = Credit(), Credit()
+        self._beside = (_BESIDE, 1.0)
+        """Sums over pieces beside compute that forget: their time alone over their time on the device, and how many."""
         self._to_start: collections.deque[_Allowed] = collections.deque()
         self.under_way: list[Launched] = []
         """Pieces that had not ended when `ended` was last asked."""
@@ -162,7 +165,7 @@ class Launches:
         hung = {piece for piece in late if self._is_hung(piece, step)}
         self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
         behind_s = sum(piece.length_s * piece.factor for piece in late if piece not in hung)
-        busy_s, gaps_s = _BESIDE * self._busy_s(), [gap.length_s for gap in self._controller.gaps]
+        busy_s, gaps_s = self._beside_s(), [gap.length_s for gap in self._controller.gaps]
         most_s = {True: max(gaps_s, default=0.0), False: busy_s * max(window.share for window in windows)}
         gaps = zip(gaps_s, allowance.gaps_s, strict=True)
         for window in windows:
@@ -308,11 +311,22 @@ class Launches:
         age = step - piece.step
         return age > _HUNG_STEPS and age * (self._controller.alone_s or 0.0) > _HUNG_LENGTHS * piece.length_s
 
-    def _busy_s(self) -> float:
+    def _beside_s(self) -> float:
+        """Background work that there is time for beside a step's compute."""
         alone_s, gaps_s = self._controller.alone_s, sum(gap.length_s for gap in self._controller.gaps)
         if alone_s is None or not gaps_s:
             return math.inf
-        return self._controller.budget.slowdown * max(alone_s - gaps_s, _LEAST_BUSY * alone_s)
+        speeds, pieces = self._beside
+        busy_s = self._controller.budget.slowdown * max(alone_s - gaps_s, _LEAST_BUSY * alone_s)
+        return min(speeds / pieces, 1.0) * busy_s
+
+    def _saw_beside(self, piece: Launched) -> None:
+        """Learns how fast background work is beside compute, where that matters."""
+        if self._controller.gaps and not piece.in_gap and isinstance(piece.end, PieceSpan):
+            time_s = float(piece.end.begin.elapsed_time(piece.end.end)) / 1e3
+            speeds, pieces = self._beside
+            speed = piece.length_s / time_s if time_s > 0 else 1.0
+            self._beside = _BESIDE_MEMORY * speeds + speed, _BESIDE_MEMORY * pieces + 1
 
     def ended(self, step: int, end: torch.cuda.Event) -> list[Launched]:
         """Pieces that ended by a step's end, which has passed, and were not among those of an earlier one."""
@@ -322,6 +336,8 @@ class Launches:
             over = piece.step <= step and piece.end.query() and not _is_after(piece.end, end)
             (done if over else under_way).append(piece)  # asked once: it may end at any moment
         self.under_way = under_way
+        for piece in done:
+            self._saw_beside(piece)
         return done
 
     def work_in(self, step: int, time_s: float, done: Sequence[Launched]) -> Work:
