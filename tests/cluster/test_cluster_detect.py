@@ -153,7 +153,7 @@ def test_workers_answer_by_rank() -> None:
     [
         (cluster_workers.fail_second, 60, "test: worker 1 failed: RuntimeError: no luck"),
         (cluster_workers.die, 60, r"test: worker \d died with exit code 7 before it answered"),
-        (cluster_workers.sleep_second, 3, r"test: worker (0 and worker )?1 did not answer within 3 s"),
+        (cluster_workers.sleep_second, 1, r"test: worker (0 and worker )?1 did not answer within 1 s"),
     ],
 )
 def test_a_worker_that_fails_is_named_and_none_is_left(work: object, timeout_s: float, expected: str) -> None:

@@ -20,8 +20,6 @@ from burstpool.profiling.measure import profile_job
 from burstpool.profiling.profile import Profile
 from burstpool.profiling.session import Session
 
-pytestmark = pytest.mark.alone
-
 
 class Net(nn.Module):
     def __init__(self) -> None:

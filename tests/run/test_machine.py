@@ -17,9 +17,8 @@ from burstpool.run.setup import trace_job
 from burstpool.run.worker import Task, joined, train_at
 from burstpool.schedule.lower import lower
 
-pytestmark = pytest.mark.alone
 
-
+@pytest.mark.alone
 def test_the_hosts_time_is_an_interpreters() -> None:
     tries = []
     for turns in (1, 3, 5):  # a difference of two times: other load may spoil one measurement, and hardly several

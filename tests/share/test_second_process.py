@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from share_alone import JOBS, foreground_plan, losses_alone
 
-from burstpool.run.options import RunOptions
-from burstpool.run.trainer import train
 from burstpool.run.worker import JobSource
 from burstpool.share.second_process import SecondProcess
-
-JOBS = str(Path(__file__).with_name("share_jobs.py"))
 
 
 @pytest.fixture
@@ -44,7 +41,7 @@ def train_on(process: SecondProcess, steps: int) -> None:
     until(lambda: len(process.losses) >= steps, doing=launch)
 
 
-def test_losses_are_those_of_a_job_that_never_left(process: SecondProcess, tmp_path: Path) -> None:
+def test_losses_are_those_of_a_job_that_never_left(process: SecondProcess) -> None:
     train_on(process, 12)
     until(lambda: process.finished == process._given)
     posted = process.launch(None)
@@ -62,8 +59,7 @@ def test_losses_are_those_of_a_job_that_never_left(process: SecondProcess, tmp_p
     process.leave(at_once=True)
     assert process.where == "away"
     count = len(process.losses)
-    alone = train(JOBS, 1, steps=count, run_folder=tmp_path / "alone", options=RunOptions(checkpoint_every=0))
-    assert [loss for [loss] in process.losses] == [loss.loss for loss in alone.losses]
+    assert [loss for [loss] in process.losses] == losses_alone(foreground_plan(devices=1), steps=count)
 
 
 def test_one_that_is_killed_has_ended_and_counts_as_away(process: SecondProcess) -> None:

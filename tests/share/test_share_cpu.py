@@ -1,4 +1,4 @@
-"""Sharing on CPU workers, with real processes."""
+"""Sharing on CPU workers, with real processes; how backgrounds fail is in `test_share_failures.py`."""
 
 import contextlib
 import itertools
@@ -14,16 +14,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from share_alone import JOBS, foreground_plan, losses_alone, wait_for
 
 from burstpool.engine.base import Place, phrase
 from burstpool.errors import RunError, ShareError
 from burstpool.job import load_job
-from burstpool.run.even import even_plan
 from burstpool.run.folder import RunFolder
 from burstpool.run.loading import Batches
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
-from burstpool.run.trainer import InterruptedRun, train
+from burstpool.run.trainer import InterruptedRun
 from burstpool.share.announce import Announcer, Pace, StepLog, p95, slowdowns
 from burstpool.share.base import Background, ShareOutcome, ShareRequest, find, refuse_used
 from burstpool.share.budget import Allowance, Budget, Moment
@@ -41,19 +41,17 @@ from burstpool.share.workers import _started
 
 pytestmark = pytest.mark.alone
 
-JOBS = str(Path(__file__).with_name("share_jobs.py"))
 OPTIONS = RunOptions(timeout_s=60, timeline_steps=10)
 STEPS = 400
 """Half a second: in a tenth of it a busy machine may leave a background no whole step."""
 
 
 def share(folder: Path, *backgrounds: Background, devices: int, steps: int) -> ShareOutcome:
-    job = load_job(JOBS)
     return share_on_cpu(
         ShareRequest(
             foreground=JOBS,
             settings={},
-            plan=even_plan(trace_job(job).graph, num_devices=devices, batch=job.batch, name="foreground"),
+            plan=foreground_plan(devices=devices),
             steps=steps,
             backgrounds=backgrounds,
             budget=Budget(slowdown=1.5),
@@ -61,10 +59,6 @@ def share(folder: Path, *backgrounds: Background, devices: int, steps: int) -> S
             run_folder=folder,
         )
     )
-
-
-def losses_alone(folder: Path, *, devices: int, steps: int) -> list[float]:
-    return [loss.loss for loss in train(JOBS, devices, steps=steps, run_folder=folder, options=OPTIONS).losses]
 
 
 class _Silent:
@@ -103,15 +97,14 @@ def test_foreground_background_and_fused_array_train_as_they_do_alone(
         devices=1,
         steps=STEPS,
     )
-    assert list(found.losses) == losses_alone(tmp_path / "alone", devices=1, steps=STEPS)
+    assert list(found.losses) == losses_alone(foreground_plan(devices=1), steps=STEPS)
     single, array = found.backgrounds
     assert single.state == array.state == "ended"
     job = load_job(JOBS, {"lr": 0.02, "hidden": 48})
     count = min(len(single.losses), 30)
     assert count > 20
     plan = sliced_plan(trace_job(job).graph, batch=job.batch, name="background")
-    own = train(JOBS, plan, steps=count, run_folder=tmp_path / "own", settings={"lr": 0.02, "hidden": 48})
-    assert single.losses[:count] == [loss.loss for loss in own.losses]
+    assert single.losses[:count] == losses_alone(plan, steps=count, lr=0.02, hidden=48)
     assert len(array.losses) > 20
     count = min(len(array.losses), 60)
     alone = array_alone(settings, count, tmp_path)
@@ -163,47 +156,6 @@ def test_what_cannot_be_one_array_is_told_before_anything_is_trained(
     assert isinstance(found, Mistake)
     assert message in found.words
     assert not list(tmp_path.iterdir())
-
-
-def test_a_background_that_is_killed_or_allocates_without_end_fails_alone_after_one_restart(tmp_path: Path) -> None:
-    def keeper(what: str) -> Keeper:
-        background = Background(
-            source=JOBS,
-            settings=({"what": what, "after": 200},),
-            memory_bytes=256 << 20,
-            lowest_priority=False,  # a busy machine would leave it hardly any time
-        )
-        return Keeper(background, Gate.create(tmp_path / f"gate-{what}"), tmp_path / what)
-
-    keepers = {"SIGKILL": keeper("kill"), "memory": keeper("allocate")}
-    for each in keepers.values():
-        each.start()
-    for words, each in keepers.items():
-        assert each.join(600)
-        assert each.kept.state == "failed"
-        assert words in each.kept.reason
-        assert each.kept.restarts == 1  # failing at the same step again is the end
-        assert each.pid is None  # nothing is left behind
-
-
-def test_a_background_whose_model_cannot_even_be_traced_fails_alone(tmp_path: Path) -> None:
-    def keeper(what: str) -> Keeper:
-        background = Background(source=JOBS, settings=({"what": what, "after": 1},), lowest_priority=False)
-        return Keeper(background, Gate.create(tmp_path / f"gate-{what}"), tmp_path / what)
-
-    killed, hung = keeper("kill"), keeper("hang")
-    killed.start()
-    hung.start()
-    assert not killed.wait_until_prepared(120)
-    assert killed.join(60)
-    assert (killed.kept.state, killed.kept.restarts) == ("failed", 1)
-    assert "was killed by SIGKILL" in killed.kept.reason
-    wait_for(lambda: hung._doing() == "tracing the model")
-    assert not hung.wait_until_prepared(0)
-    assert hung.gate.is_away  # what it cannot use yet is the others'
-    hung.stop()
-    assert hung.kept.state == "failed"
-    assert hung.kept.reason == "it was not ready when it was asked to end; it was tracing the model"
 
 
 def test_the_foreground_waits_for_all_backgrounds_that_hang_together_not_for_one_after_the_other(
@@ -568,13 +520,6 @@ def test_a_process_that_goes_while_it_is_asked_to_leave_raises_nothing(tmp_path:
     assert keeper.pid is None
     keeper.stop()
     assert keeper.join(0)
-
-
-def wait_for(happens: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("left", ["run.json", "background/0/array.pt", "checkpoints/step-00000050/state.json"])
