@@ -201,6 +201,9 @@ def leaving(): raise SystemExit(3)
 class Act(enum.Enum):
     RELU = "relu"
     TANH = "tanh"
+def layered(widths: list[int] = [64, 64], pair: tuple[int, int] = (1, 2), rates: tuple[float, ...] = (0.1,),
+            names: list[str] = ["a"], acts: "list[Act]" = [Act.RELU], deep: list[list[int]] = [[1]],
+            maybe: list[int] | None = None, word_or_list: str | list[int] = "x", bare=(1, 2)): return make()
 def odd(width: int | None = 3, act: Act = Act.RELU, clip: float = math.inf, note=None, *others, **more): return make()
 """
 
@@ -312,3 +315,76 @@ def test_a_jobs_place_and_fingerprint_do_not_depend_on_where_one_stands(
     (tmp_path / "mine.py").write_text(JOB_FILE + "#")
     assert fingerprint(places[0]) != before
     assert fingerprint("zoo:vgg16") == fingerprint("nowhere.py") == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ("widths=[64,128]", [64, 128]),
+        ("widths=[ 64, 128 ]", [64, 128]),
+        ("widths=[]", []),
+        ("pair=[3,4]", (3, 4)),
+        ("rates=[1e-3,.5,inf]", (0.001, 0.5, float("inf"))),
+        ("names=[b,64,true]", ["b", "64", "true"]),
+        ('names=["b,c","[d]","\\"",e]', ["b,c", "[d]", '"', "e"]),
+        ("deep=[[1,2],[]]", [[1, 2], []]),
+        ("maybe=[1]", [1]),
+        ("maybe=None", None),
+        ("word_or_list=[1,2]", [1, 2]),
+        ("word_or_list=y", "y"),
+        ('bare=[1.5,"x"]', (1.5, "x")),
+    ],
+)
+def test_a_list_or_a_tuple_is_set_in_brackets_and_made_again_from_its_record(
+    tmp_path: Path, given: str, settings: object
+) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    source, words = f"{path}:layered", parse_settings([given])
+    (name,) = words
+    job = load_job(source, words)
+    assert job.settings[name] == settings
+    recorded = json.loads(json.dumps({name: as_recorded(value) for name, value in job.settings.items()}))
+    again = load_job(source, from_record(source, recorded)).settings
+    assert {**again, "acts": None} == {**job.settings, "acts": None}, "an enumeration is another at each import"
+
+
+def test_an_enumeration_in_a_list_is_made_again_from_its_record(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    source = f"{path}:layered"
+    recorded = as_recorded(load_job(source, {"acts": "[tanh,relu]"}).settings["acts"])
+    again = load_job(source, from_record(source, {"acts": recorded})).settings["acts"]
+    assert [act.value for act in again] == ["tanh", "relu"]
+
+
+def test_a_list_as_earlier_versions_recorded_it_is_the_default_again(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    assert from_record(f"{path}:layered", {"pair": "(1, 2)", "widths": "[64, 64]"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("widths=64,128", "a list is written in brackets; write 'name=[64,128]'"),
+        ("widths=64", "a list is written in brackets"),
+        ("widths=[64", "a bracket is not closed"),
+        ("widths=[64]]", "a bracket is closed that was not opened"),
+        ("widths=[64],[128]", "a list is written in brackets"),
+        ("widths=[64,,128]", "the list has an empty entry"),
+        ('names=["a]', "a quote is not closed"),
+        ('names=["a"b]', "is no quoted text"),
+        ("widths=[64,wide]", "entry 1 of the list: input should be a valid integer"),
+        ("widths=[64,1.5]", "entry 1 of the list: input should be a valid integer"),
+        ("pair=[1,2,3]", "at most 2"),
+        ("pair=[1]", "field required"),
+    ],
+)
+def test_a_list_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, given: str, says: str) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_JOBS)
+    with pytest.raises(JobError) as caught:
+        load_job(f"{path}:layered", parse_settings([given]))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -21,13 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pydantic
-
 from burstpool.errors import JobError
+from burstpool.limits import available_bytes, in_gib, is_out_of_memory
+from burstpool.listed import written_list
+from burstpool.values import convert
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
+
+
+_JUST_TRIED = 4096
+"""Samples that are loaded without a look at memory: looking takes a sample, and may draw random numbers."""
+_TENSOR_BYTES = 512
+"""Of Python's and torch's own for each sample, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +102,42 @@ class Job:
         if length == 0:
             raise JobError(f"the data of job {self.name!r} is empty")
         try:
+            self._check_memory(batch)
             inputs, targets = default_collate([self.data[i % length] for i in range(batch)])
+        except JobError:
+            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise JobError(_no_memory(batch, self.name, available_bytes())) from error
             raise JobError(
                 f"the samples of job {self.name!r} cannot be batched: {in_words(error)}; "
                 "each must be (input, target), all of one shape"
             ) from error
         return inputs, targets
 
+    def _check_memory(self, batch: int) -> None:
+        """Refuses a batch whose samples alone do not fit: the system would kill the process without a word."""
+        if batch <= _JUST_TRIED:
+            return
+        from torch import Tensor
+        from torch.utils import _pytree as pytree
+
+        tensors = [leaf for leaf in pytree.tree_leaves(self.data[0]) if isinstance(leaf, Tensor)]
+        # Once apart and once as a batch; a number that is no tensor becomes one of eight bytes.
+        needed_bytes = batch * (_TENSOR_BYTES + 2 * max(8, sum(tensor.nbytes for tensor in tensors)))
+        if needed_bytes > available_bytes():
+            raise JobError(_no_memory(batch, self.name, needed_bytes))
+
     def example(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's positional and keyword arguments for `batch` samples."""
         return model_arguments(self.samples(batch)[0])
+
+
+def _no_memory(batch: int, name: str, needed_bytes: int) -> str:
+    return (
+        f"memory runs out at batch {batch} of job {name!r}: its samples alone need {in_gib(needed_bytes)} or more, "
+        f"{in_gib(available_bytes())} are free here; try smaller batches"
+    )
 
 
 def model_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -208,7 +240,7 @@ def check_settings(function: Callable[..., Any], settings: Mapping[str, Any], *,
             raise JobError(f"{source} has no hyper-parameter {key!r}; it has: {known}")
         default = parameters[key].default
         inferred = str if default is inspect.Parameter.empty else str | None if default is None else type(default)
-        accepted[key] = _convert(value, annotations.get(key, inferred), where=f"{key}={value} for {source}")
+        accepted[key] = convert(value, annotations.get(key, inferred), where=f"{key}={value} for {source}")
     for key, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and key not in accepted:
             raise JobError(f"{source} needs hyper-parameter {key!r}; pass --set {key}=…")
@@ -235,15 +267,24 @@ def as_recorded(value: Any) -> str | int | float | bool | None:
         return as_recorded(value.value)
     if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
         return str(value)
+    if isinstance(value, list | tuple):
+        return written_list(_entries_as_recorded(value))
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _entries_as_recorded(value: list[Any] | tuple[Any, ...]) -> list[Any]:
+    return [_entries_as_recorded(e) if isinstance(e, list | tuple) else as_recorded(e) for e in value]
 
 
 def from_record(source: str, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """What to give a job so that it is made as recorded: all that its function would not take by itself."""
     _, function = job_function(source)
     parameters = inspect.signature(function).parameters
-    defaults = {name: as_recorded(parameter.default) for name, parameter in parameters.items()}
-    return {name: value for name, value in recorded.items() if name not in defaults or defaults[name] != value}
+    defaults: dict[str, tuple[Any, ...]] = {name: (as_recorded(each.default),) for name, each in parameters.items()}
+    for name, each in parameters.items():
+        if isinstance(each.default, list | tuple):
+            defaults[name] += (str(each.default),)  # how lists were recorded once
+    return {name: value for name, value in recorded.items() if value not in defaults.get(name, ())}
 
 
 def parse_settings(pairs: Iterable[str], *, given_by: str = "--set") -> dict[str, str]:
@@ -257,27 +298,6 @@ def parse_settings(pairs: Iterable[str], *, given_by: str = "--set") -> dict[str
             raise JobError(f"{given_by} {key} is given twice")
         settings[key] = value
     return settings
-
-
-def _convert(value: Any, annotation: Any, *, where: str) -> Any:
-    try:
-        adapter = pydantic.TypeAdapter(annotation)
-    except pydantic.PydanticSchemaGenerationError:
-        raise JobError(f"{where}: its annotation {annotation!r} is not a type that a text can become") from None
-    if value == "None" and _takes_none(adapter):
-        return None
-    try:
-        return adapter.validate_strings(value) if isinstance(value, str) else adapter.validate_python(value)
-    except pydantic.ValidationError as error:
-        message = error.errors(include_url=False)[0]["msg"]
-        raise JobError(f"{where}: {message[0].lower()}{message[1:]}") from None
-
-
-def _takes_none(adapter: pydantic.TypeAdapter[Any]) -> bool:
-    try:
-        return adapter.validate_python(None) is None
-    except pydantic.ValidationError:
-        return False
 
 
 def _zoo_function(source: str) -> tuple[str, Callable[..., Any]]:

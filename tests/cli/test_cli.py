@@ -96,6 +96,23 @@ def test_demo_tells_the_story(
         (["cluster", "none.toml"], "none.toml"),
         (["train", "zoo:tiny_mlp", "--devices", "1", "--batch", "-3"], "--batch"),
         (["train", "zoo:tiny_mlp", "--devices", "1", "--batch", "0"], "--batch"),
+        (["train", "zoo:tiny_mlp", "--devices", "1", "--batch", "10" * 12], "less than or equal to 16777216"),
+        (["train", "zoo:tiny_mlp", "--devices", "99999999999"], "more workers than this machine's memory holds; give"),
+        (["train", "zoo:tiny_mlp", "--devices", "99999999999", "--no-measure"], "memory holds; give --devices"),
+        (
+            ["share", "zoo:tiny_mlp", "--with", "zoo:tiny_mlp", "--devices", "99999999999"],
+            "memory holds; give --devices",
+        ),
+        (["share", "zoo:tiny_mlp", "--with", "zoo:tiny_mlp", "--batch", "10" * 12], "less than or equal to 16777216"),
+        (["share", "zoo:tiny_mlp", "--with", "zoo:tiny_mlp width=[8"], "width=[8: a bracket is not closed"),
+        (["cluster", "--detect", "--device", "cpu", "--devices", "99999999999"], "memory holds; give --devices"),
+        (["profile", "zoo:tiny_mlp", "--batches", "99999999999"], "at most 16777216; pass e.g. batches=[1, 2, 4]"),
+        (["sweep", "zoo:tiny_mlp", "--set", "lr=0.1", "--batch", "10" * 12], "must be at most 16777216"),
+        (["sweep", "zoo:tiny_mlp", "--set", "lr=0.1", "--threads", "99999999999"], "must be at most 1024"),
+        (
+            ["sweep", "zoo:tiny_mlp", "--set", "lr=float:0..1", "--search", "random", "--trials", "10" * 8],
+            "trials are more than a sweep can write down; give --trials 1000000 or fewer",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +122,59 @@ def test_a_mistake_is_one_line_and_status_2(words: list[str], says: str, capsys:
     assert captured.err.startswith("burstpool: error: ")
     assert says in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("batch", [10**15, 10**24])
+def test_a_plan_for_a_batch_that_no_machine_can_hold_is_one_line(
+    batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = tmp_path / "cluster.toml"
+    ClusterSpec.uniform("cpu-core", devices_per_node=2, link="pcie3", name="here").save(cluster)
+    assert run(["plan", "zoo:tiny_mlp", "--cluster", str(cluster), "--batch", str(batch)]) == 2
+    assert "Input should be less than or equal to 16777216" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["profile", "zoo:tiny_mlp", "--batches", "1,5000"],
+        ["sweep", "zoo:tiny_mlp", "--set", "lr=0.1", "--batch", "5000"],
+    ],
+)
+def test_a_batch_that_is_too_large_for_this_machine_says_so(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("burstpool.job.available_bytes", lambda: 2**20)
+    assert run([*words, "--no-cache"] if words[0] == "profile" else words) == 2
+    error = capsys.readouterr().err
+    assert "memory runs out at batch 5000 of job 'tiny_mlp': its samples alone need" in error
+    assert "try smaller batches" in error
+    assert "Traceback" not in error
+
+
+def test_a_layer_that_is_too_large_for_this_machine_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("burstpool.profiling.measure.available_bytes", lambda: 2**10)
+    assert run(["profile", "zoo:tiny_mlp", "--batches", "64", "--no-cache"]) == 2
+    assert "tiny_mlp runs out of memory at batch 64: one layer needs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 25 bytes")],
+)
+def test_memory_that_runs_out_anywhere_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("burstpool.job.load_job", fails)
+    assert run(["profile", "zoo:tiny_mlp"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("burstpool: error: memory ran out; try smaller numbers")
+    assert shown.count("\n") == 1
 
 
 def test_what_cannot_be_traced_is_one_line_too_and_the_fallback_that_it_names_helps(

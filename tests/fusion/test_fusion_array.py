@@ -16,6 +16,7 @@ from burstpool.fusion.loss import member_losses
 from burstpool.fusion.rules import RULES
 from burstpool.fusion.rules.base import Call, Lowered
 from burstpool.fusion.step import RecordedStep
+from burstpool.fusion.streams import Streams
 from burstpool.fusion.verify import verify
 from burstpool.job import load_job
 
@@ -134,7 +135,8 @@ def test_targets_that_broadcast_do_so_over_one_members_output_alone() -> None:
         (torch.randn(3, 4), (), (torch.randn(3, 4),)),
     ):
         expected = [F.mse_loss(out[i], *(o[i] for o in own), *shared) for i in range(3)]
-        torch.testing.assert_close(member_losses(F.mse_loss, out, own, shared), torch.stack(expected))
+        streams = Streams([0, 1, 2], out.device)
+        torch.testing.assert_close(member_losses(F.mse_loss, out, own, shared, streams), torch.stack(expected))
 
 
 def test_members_may_have_batches_of_their_own() -> None:

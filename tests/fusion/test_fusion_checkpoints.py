@@ -1,8 +1,9 @@
 """Checkpoints are copies: neither what was saved nor what was loaded changes with the training that goes on."""
 
+import contextlib
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,84 @@ def test_numbers_may_be_numpys_and_are_saved_as_pythons() -> None:
     assert optimizer.lr == pytest.approx([0.01 * 0.7, 0.1 * 0.9, 0.25 * 0.7])
     array.load_state_dict(saved["whole"])
     array.resume_member(0, saved["one"])
+
+
+def trained_with(factory: Callable[..., torch.optim.Optimizer]) -> FusedArray:
+    array = ready(factory, {})
+    train(array)
+    array.stop(2)
+    return array
+
+
+def damages(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Callable[[Any], None]]]:
+    """Each part of a checkpoint, and ways to spoil it in a copy: without it, and with another thing in its place."""
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for key, value in entries:
+        where = (*path, key)
+        if isinstance(tree, dict):
+            yield where, lambda whole, where=where: holder(whole, where).pop(where[-1])  # type: ignore[misc]
+        if isinstance(tree, dict | list):
+            yield where, lambda whole, where=where: holder(whole, where).__setitem__(where[-1], "text")  # type: ignore[misc]
+        yield from damages(value, where)
+
+
+def holder(whole: Any, where: tuple[Any, ...]) -> Any:
+    for key in where[:-1]:
+        whole = whole[key]
+    return whole
+
+
+# What a schedule of torch's keeps is its own: it takes up whatever it is given.
+OF_TORCH = "schedulers"
+
+
+def refused_of(saved: Any, load: Callable[[Any], None], deepest_schedule: int) -> set[tuple[Any, ...]]:
+    """The parts without which, or with a text in their place, a checkpoint is not loaded; the others do no harm."""
+    refused = set()
+    for where, damage in damages(saved):
+        if where[0] == OF_TORCH and len(where) > deepest_schedule:
+            continue
+        spoilt = copy.deepcopy(saved)
+        damage(spoilt)
+        with contextlib.suppress(FusionError):  # no other error is one of Burstpool's
+            load(spoilt)
+            continue
+        refused.add(where)
+    return refused
+
+
+@pytest.mark.parametrize("factory", [optim.SGD, optim.Adam, optim.NAdam])
+def test_an_array_checkpoint_that_is_cut_short_or_foreign_is_loaded_or_refused(factory: Any) -> None:
+    array = trained_with(factory)
+    refused = refused_of(array.state_dict(), array.load_state_dict, 3)
+    top = {"members", "streams", "active", "frozen", "optimizers", "schedulers", "scalers"}
+    assert {(name,) for name in top} <= refused
+    assert {("streams", 1), ("frozen", 2), ("scalers", 0, "scale"), ("schedulers", 0, "members")} <= refused
+
+
+@pytest.mark.parametrize("factory", [optim.SGD, optim.Adam, optim.NAdam])
+def test_a_member_checkpoint_that_is_cut_short_or_foreign_is_loaded_or_refused(factory: Any) -> None:
+    array = trained_with(factory)
+    refused = refused_of(array.member(1).checkpoint(), lambda spoilt: array.resume_member(0, spoilt), 2)
+    assert {("state",), ("optimizers",), ("schedulers",), ("stream",), ("optimizers", 0, "state")} <= refused
+
+
+def test_a_refused_checkpoint_says_what_is_missing_and_what_would_be_right_and_changes_nothing() -> None:
+    array = trained_with(optim.SGD)
+    saved, before = array.state_dict(), copy.deepcopy(array.state_dict())
+    cases = {
+        "it has no 'streams'": {key: value for key, value in saved.items() if key != "streams"},
+        "it has no 'optimizers'": {key: value for key, value in saved.items() if key != "optimizers"},
+        r"its \['streams'\] has 2 entries, not 3": {**saved, "streams": saved["streams"][:2]},
+        r"its \['streams'\]\[0\] is no random stream": {**saved, "streams": [torch.zeros(3)] * 3},
+        r"its \['active'\] is a list, not a Tensor": {**saved, "active": [True] * 3},
+        r"its \['frozen'\]\[7\] is of no member": {**saved, "frozen": {7: {}}},
+        r"its \['scalers'\]\[0\] has no 'growth'": {**saved, "scalers": [{"scale": torch.ones(3)}]},
+        r"its \['optimizers'\]\[0\] has no 'buckets'": {**saved, "optimizers": [{"state": {}, "param_groups": []}]},
+    }
+    for message, spoilt in cases.items():
+        with pytest.raises(FusionError, match=message) as error:
+            array.load_state_dict(spoilt)
+        assert "load what array.state_dict() of the same models gave" in str(error.value)
+        assert "\n" not in str(error.value)
+    assert_same(array.state_dict(), before)

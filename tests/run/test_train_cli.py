@@ -60,7 +60,7 @@ def test_train_writes_a_run_folder_and_says_what_came_of_it(
     assert short["strategy"] == "data"
     folder = tmp_path / short["run_folder"]
     assert folder.parent == tmp_path / "runs"
-    assert json.loads((folder / "run.json").read_text())["settings"] == {"lr": 0.1, "widths": "(64, 10)"}
+    assert json.loads((folder / "run.json").read_text())["settings"] == {"lr": 0.1, "widths": "[64,10]"}
     assert json.loads((folder / "plan.json").read_text())["batch"] == 16
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -78,6 +78,15 @@ def test_train_writes_a_run_folder_and_says_what_came_of_it(
     assert json.loads((folder / "run.json").read_text())["settings"]["lr"] == 0.2
     with pytest.raises(BurstpoolError, match="has trained 20 steps already"):
         _call("--resume", str(folder), "--steps", "20")
+
+
+def test_a_run_with_a_list_in_its_settings_goes_on_as_it_was(job_file: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    words = ("--devices", "1", "--no-measure", "--set", "widths=[64,12]", "--run-folder", folder, "--json")
+    _call(job_file, "--steps", "2", *words)
+    assert json.loads((Path(folder) / "run.json").read_text())["settings"]["widths"] == "[64,12]"
+    longer = json.loads(_call("--resume", folder, "--steps", "3", "--json"))
+    assert load_file(longer["weights"])["1.weight"].shape == (12, 64)
 
 
 def test_torchrun_trains_the_same_model(job_file: str, tmp_path: Path) -> None:

@@ -144,3 +144,11 @@ def test_mistakes_end_in_one_line(call: Callable[[str], str], line: str, error: 
 def test_extrapolation_is_remembered(call: Callable[[str], str]) -> None:
     call("plan profile.json --cluster cluster.toml --batch 4000 --extrapolate -o plan.json")
     assert json.loads(call("simulate plan.json --json"))["step_time_s"] > 9
+
+
+def test_a_timeline_of_more_steps_than_memory_holds_is_refused_in_one_line(call: Callable[[str], str]) -> None:
+    call("plan profile.json --cluster cluster.toml --batch 16 -o plan.json")
+    with pytest.raises(
+        PlanError, match=r"--steps 99999999999 of \d+ actions each are too many; give --steps \d+ or fewer"
+    ):
+        call("simulate plan.json --steps 99999999999")

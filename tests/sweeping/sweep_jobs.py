@@ -1,5 +1,6 @@
 """Jobs that the sweep tests train, in double precision on a few handwritten digits."""
 
+import itertools
 import os
 import random
 import time
@@ -264,3 +265,28 @@ class Noisy(Few):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Noisy, (self.count,)
+
+
+def noisy(lr: float = 0.1, seed: int = 0) -> Job:
+    """A loss that draws random numbers, of a model that draws none, and held-out data on which it draws as well."""
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
+        loss=lambda output, target: F.cross_entropy(output + torch.randn_like(output), target),
+        data=Few(70),
+        evaluation=Few(23, train=False),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        batch=8,
+        seed=seed,
+    )
+
+
+def layered(widths: tuple[int, ...] = (6,), rates: list[float] = [0.1]) -> Job:  # noqa: B006
+    """Hyper-parameters that are lists."""
+    sizes = [64, *widths, 10]
+    return Job(
+        model=lambda: nn.Sequential(nn.Flatten(), *(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))).double(),
+        loss=F.cross_entropy,
+        data=Few(16),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rates[0]),
+        batch=8,
+    )

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burstpool.errors import JobError
+from burstpool.job import check_settings
 from burstpool.sweeping.space import Range, Space, Values, checked_space, parse_space
 
 
@@ -95,11 +96,50 @@ def test_a_program_gives_lists_ranges_or_texts() -> None:
 
 
 def test_values_that_no_file_can_hold_are_refused_before_anything_is_trained() -> None:
-    def layered(widths: tuple[int, ...] = (8,)) -> None:
-        """A hyper-parameter that is neither a number nor a text."""
+    def layered(widths: frozenset[int] = frozenset()) -> None:
+        """A hyper-parameter that is neither a number nor a text nor a list."""
 
-    with pytest.raises(JobError, match=r"widths=\(8, 8\) cannot be a trial's; give numbers, or words"):
-        checked_space({"widths": [(8, 8), (4,)]}, layered, source="layered")
+    with pytest.raises(JobError, match=r"widths=frozenset\(\{8\}\) cannot be a trial's; give numbers, or words"):
+        checked_space({"widths": [frozenset({8}), frozenset({4})]}, layered, source="layered")
+
+
+def lists(widths: list[int] = [8], pair: tuple[int, float] = (1, 0.5), kind: str = "a") -> None:  # noqa: B006
+    """Hyper-parameters that are lists."""
+
+
+def test_lists_are_values_in_brackets_and_kept_as_texts_that_the_job_reads() -> None:
+    axes = checked_space(parse_space(["widths=[8,8],[16],[]", "pair=[ 2, 1 ]", "kind=a,b"]), lists, source="l").axes
+    assert axes["widths"] == Values(values=("[8,8]", "[16]", "[]"))
+    assert axes["pair"] == Values(values=("[2,1.0]",))
+    assert axes["kind"] == Values(values=("a", "b"))
+    assert check_settings(lists, {"pair": "[2,1.0]", "widths": "[8,8]"}, source="l") == {
+        "pair": (2, 1.0),
+        "widths": [8, 8],
+    }
+
+
+def test_a_program_gives_lists_of_lists() -> None:
+    found = checked_space({"widths": [[8, 8], (4,)], "pair": [(1, 2.5)]}, lists, source="lists")
+    assert found.axes["widths"] == Values(values=("[8,8]", "[4]"))
+    assert found.axes["pair"] == Values(values=("[1,2.5]",))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["widths=8,16"], "a list is written in brackets"),
+        (["widths=[8,16"], "widths=[8,16: a bracket is not closed; write 'name=[64,128]'"),
+        (["widths=[8],[x]"], "entry 0 of the list: input should be a valid integer"),
+        (["widths=[8],,[9]"], "widths has an empty value"),
+        (["widths=[8,8],[8, 8]"], "widths has a value twice"),
+        (["widths=int:8..16"], "input should be a valid list"),
+    ],
+)
+def test_lists_that_cannot_be_searched_are_refused_in_one_line(words: list[str], says: str) -> None:
+    with pytest.raises(JobError) as caught:
+        checked_space(parse_space(words), lists, source="job.py")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_space_too_large_to_write_down_is_drawn_from_at_once_and_without_repeats() -> None:

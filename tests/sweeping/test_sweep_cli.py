@@ -44,6 +44,24 @@ def test_json_has_all_that_scripts_want(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["best"] == 0
 
 
+def test_lists_are_swept_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    space = ["--set", "widths=[8],[4,4]", "--set", "rates=[0.1,0.2],[1e-2]"]
+    assert run(["sweep", f"{JOBS}:layered", *space, "--steps", "2", "--run-folder", str(folder), "--json", *QUICK]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert [trial["settings"] for trial in first["trials"]] == [
+        {"widths": widths, "rates": rates} for widths in ("[8]", "[4,4]") for rates in ("[0.1,0.2]", "[0.01]")
+    ]
+    assert {trial["state"] for trial in first["trials"]} == {"done"}
+    assert first["num_arrays"] == 2
+    assert run(["sweep", "--resume", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == first["best"]
+    assert run(["sweep", f"{JOBS}:layered", "--set", "widths=8,4"]) == 2
+    error = capsys.readouterr().err
+    assert "a list is written in brackets; write 'name=[64,128]'" in error
+    assert error.count("\n") == 1
+
+
 def test_the_table_names_the_best_and_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     words = ["sweep", EXAMPLE, "--set", "lr=log:1e-2..1", "--search", "random", "--trials", "3", "--steps", "5"]

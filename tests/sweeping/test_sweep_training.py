@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sweep_alone import alone, assert_as_alone
-from sweep_jobs import diverging, drawn, faulty, grouped, job, judged, refusing, scheduled, untraceable
+from sweep_jobs import diverging, drawn, faulty, grouped, job, judged, noisy, refusing, scheduled, untraceable
 
 import burstpool
 from burstpool.errors import RunError
@@ -347,3 +347,12 @@ def test_a_trial_that_is_alone_in_its_array_is_trained_by_the_plain_module_and_a
     # Dropout, batch norm, momentum and a schedule must come back from the array and go there again at every rung.
     result = swept(job, {"lr": [0.1, 0.03, 0.01]}, tmp_path / "run", array_size=1, mode="fastest", **options)
     assert_as_alone(result, jobs_of(result, job))
+
+
+@pytest.mark.parametrize("array_size", [1, 2])
+def test_a_loss_that_draws_random_numbers_draws_each_trials_own(tmp_path: Path, array_size: int) -> None:
+    """Alone in its array a trial is trained by its plain module; rungs are evaluated between its steps."""
+    space = {"lr": [0.1, 0.03], "seed": [3, 4]}
+    options = {"search": "asha", "trials": 4, "steps": 9, "first_rung": 3, "mode": "fastest"}
+    result = swept(noisy, space, tmp_path / "run", array_size=array_size, **options)
+    assert_as_alone(result, jobs_of(result, noisy))

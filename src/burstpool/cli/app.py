@@ -1,7 +1,8 @@
 """The command-line app: which verbs there are, and how a user's mistake ends.
 
 A mistake (a BurstpoolError, or words the parser does not know) is one line on standard error and exit status 2,
-with no traceback; so is a full disk. Ctrl-C is exit status 130. Anything else is a defect and keeps its traceback.
+with no traceback; so are a full disk and too little memory. Ctrl-C is exit status 130. Anything else is a defect and
+keeps its traceback.
 """
 
 import errno
@@ -23,6 +24,7 @@ from burstpool.cli.simulate import simulate
 from burstpool.cli.sweep import sweep
 from burstpool.cli.train import train
 from burstpool.errors import BurstpoolError
+from burstpool.limits import is_out_of_memory
 
 MISTAKE = 2
 INTERRUPTED = 130
@@ -65,6 +67,10 @@ def run(words: Sequence[str]) -> int:
         return _mistake(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _mistake("memory ran out; try smaller numbers: batches, devices, trials or the model's own")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

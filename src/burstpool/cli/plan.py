@@ -23,6 +23,7 @@ from burstpool.cli.show import seconds, size
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.errors import PlanError, ProfileError
 from burstpool.job import is_job
+from burstpool.limits import LARGEST_BATCH
 from burstpool.model.graph import LayerGraph
 from burstpool.plan import burst, data
 from burstpool.plan.inputs import PlanInputs
@@ -48,7 +49,8 @@ def plan(
     source: Annotated[str, typer.Argument(metavar="JOB", help="job.py, zoo:NAME, or a profile file.")],
     cluster: Annotated[Path, typer.Option(help="The cluster file; burstpool cluster --detect writes one.")],
     batch: Annotated[
-        int | None, typer.Option(help="Samples a step over all devices; the job's if left out.", min=1)
+        int | None,
+        typer.Option(help="Samples a step over all devices; the job's if left out.", min=1, max=LARGEST_BATCH),
     ] = None,
     strategy: Annotated[str, typer.Option(help="How to use the devices: data or burst.")] = "data",
     burst_limit: Annotated[

@@ -27,6 +27,7 @@ from burstpool.cli.fallback import Fallback, checked_fallback
 from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.errors import RunError, ShareError
+from burstpool.limits import LARGEST_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,8 @@ def share(
     devices: Annotated[int | None, typer.Option(help="Data parallelism on so many devices.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="Steps of the foreground.", min=1)] = 500,
     batch: Annotated[
-        int | None, typer.Option(help="The foreground's samples a step; the job's if left out.", min=1)
+        int | None,
+        typer.Option(help="The foreground's samples a step; the job's if left out.", min=1, max=LARGEST_BATCH),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A hyper-parameter of the foreground: name=value.")
@@ -124,6 +126,7 @@ def share(
 def background(words: str, memory_mib: float | None = None) -> "Background":
     """`"job.py lr=0.1,0.01 width=8"` as a background: every combination of the values is a member of its array."""
     from burstpool.job import parse_settings
+    from burstpool.listed import parts
     from burstpool.share.base import Background
 
     # A fraction of a byte is no memory either.
@@ -136,7 +139,7 @@ def background(words: str, memory_mib: float | None = None) -> "Background":
     if not source:
         raise ShareError(f"--with {words!r} names no job; e.g. --with 'job.py lr=0.1'")
     given = parse_settings(pairs, given_by=f"--with {words!r}:")
-    values = {name: text.split(",") for name, text in given.items()}
+    values = {name: parts(text, where=f"--with {words!r}: {name}={text}") for name, text in given.items()}
     members = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
     memory_bytes = None if memory_mib is None else int(memory_mib * (1 << 20))
     return Background(source=source, settings=tuple(members), memory_bytes=memory_bytes)
@@ -176,6 +179,7 @@ def _plan(
     batch: int | None,
     fallback: Literal["modules"] | None,
 ) -> "tuple[Plan, Any]":
+    from burstpool.cluster.detect import check_workers
     from burstpool.plan.inputs import PlanInputs
     from burstpool.plan.plan import Plan
     from burstpool.run.even import even_plan
@@ -184,6 +188,7 @@ def _plan(
     if plan_file is not None and num_devices is not None:
         raise RunError("give either --plan or --devices, not both")
     if plan_file is None:
+        check_workers(num_devices or 1)
         graph = trace_job(job, fallback=fallback).graph
         return even_plan(graph, num_devices=num_devices or 1, batch=batch or job.batch, name=job.name), None
     found = Plan.load(plan_file)

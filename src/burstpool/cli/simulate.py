@@ -32,6 +32,9 @@ from burstpool.share.budget import Budget
 from burstpool.share.interference import InterferenceTable, mix_of
 from burstpool.share.predict import SharingPrediction, predict_sharing
 
+_MOST_SPANS = 2_000_000
+"""Of a timeline: about a GiB."""
+
 
 def simulate(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file: burstpool plan … -o plan.json.")],
@@ -57,6 +60,7 @@ def simulate(
     flow = inputs.dataflow(plan)
     schedule = lower(plan, flow)
     validate(schedule, plan, flow)
+    _check_steps(steps, sum(map(len, schedule.devices)))
     timeline = simulate_schedule(schedule, inputs.cost(), flow, steps=steps)
     if output is not None:
         timeline.save(output)
@@ -80,6 +84,13 @@ def simulate(
         )
     if output is not None:
         console.print(f"Written to {output}", markup=False, highlight=False)
+
+
+def _check_steps(steps: int, num_actions: int) -> None:
+    """Refuses a timeline that memory does not hold."""
+    most = max(1, _MOST_SPANS // max(1, num_actions))
+    if steps > most:
+        raise PlanError(f"--steps {steps} of {num_actions} actions each are too many; give --steps {most} or fewer")
 
 
 def sharing_in_short(sharing: SharingPrediction) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.cli.show import seconds
 from burstpool.errors import RunError
+from burstpool.limits import LARGEST_BATCH
 
 if TYPE_CHECKING:
     from burstpool.job import Job
@@ -50,7 +51,8 @@ def train(
     devices: Annotated[int | None, typer.Option(help="Data parallelism on so many devices.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="The step at which training ends.", min=1)] = 100,
     batch: Annotated[
-        int | None, typer.Option(help="Samples a step over all devices; the job's if left out.", min=1)
+        int | None,
+        typer.Option(help="Samples a step over all devices; the job's if left out.", min=1, max=LARGEST_BATCH),
     ] = None,
     minibatches: Annotated[int, typer.Option(help="With --devices: minibatches a step; gradients add up.", min=1)] = 1,
     resume: Annotated[
@@ -234,9 +236,11 @@ def _plan(
 def _data_parallel(
     job: "Job", num_devices: int, batch: int, options: "RunOptions", *, measure: bool
 ) -> "tuple[Plan, PlanInputs | None]":
+    from burstpool.cluster.detect import check_workers
     from burstpool.run.even import even_plan
     from burstpool.run.setup import trace_job
 
+    check_workers(num_devices)
     traced = trace_job(job, fallback=options.fallback)
     if not measure or options.device != "cpu":
         return even_plan(traced.graph, num_devices=num_devices, batch=batch, name=job.name), None

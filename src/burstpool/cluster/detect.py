@@ -24,6 +24,8 @@ from burstpool.errors import ClusterError
 
 TIMEOUT_S = 120.0
 """How long one measurement may take, the start of its processes included."""
+_WORKER_BYTES = 128 << 20
+"""That a process with torch in it takes, at least."""
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -80,11 +82,21 @@ def machine_memory_bytes() -> int:
     return min(limits)
 
 
+def check_workers(num_devices: int) -> None:
+    """Refuses more processes than this machine's memory holds; each needs some however small its part of the work."""
+    most = max(1, machine_memory_bytes() // _WORKER_BYTES)
+    if num_devices > most:
+        raise ClusterError(
+            f"--devices {num_devices} are more workers than this machine's memory holds; give --devices {most} or fewer"
+        )
+
+
 def _cpu_devices(
     num_devices: int | None, *, measure: bool, progress: Callable[[str], None]
 ) -> tuple[list[str], tuple[DeviceFigures, ...]]:
     cores = num_cores()
     workers = num_devices or cores
+    check_workers(workers)
     if measure:
         progress("measuring a core")
         rates = core_rates(timeout_s=TIMEOUT_S)

@@ -222,7 +222,8 @@ class FusedArray:
             raise FusionError(f"the loss is a {type(function).__name__}; pass a function of one member's output")
         output = self(inputs, per_member=per_member)
         own = [stacked_inputs(target, len(self)) for target in targets] if per_member else ()
-        return self.watched(member_losses(function, output, own, () if per_member else targets))
+        shared = () if per_member else targets
+        return self.watched(member_losses(function, output, own, shared, self.streams))
 
     def watched(self, losses: Tensor) -> Tensor:
         """The losses; a member whose loss is not finite stops."""

@@ -1,12 +1,14 @@
 """Checkpoints of a whole array: members under the user's keys, and all it takes to go on as if never stopped."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from burstpool.errors import FusionError
 from burstpool.fusion.copied import copied
+from burstpool.fusion.form import ARRAY, MEMBER, check_array_contents, check_array_parts, check_member_form
 
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray
@@ -42,9 +44,14 @@ def load_state_dict(array: "FusedArray", state: Mapping[str, Any]) -> None:
     array.streams.restore(state["streams"])
     for index, saved in state["frozen"].items():
         array._freeze(int(index), copied(dict(saved)))
-    for part in _PARTS:
-        for item, saved in zip(getattr(array, part), state[part], strict=True):
-            item.load_state_dict(saved)
+    for optimizer, saved in zip(array.optimizers, state["optimizers"], strict=True):
+        with _in_one_line("an optimizer"):
+            optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(array.schedulers, state["schedulers"], strict=True):
+        with _in_one_line("a schedule"):
+            scheduler.load_state_dict(saved)
+    for scaler, saved in zip(array.scalers, state["scalers"], strict=True):
+        scaler.load_state_dict(saved)
     for optimizer in array.optimizers:
         optimizer.keeps_state |= bool(array._frozen)
         optimizer.pull()
@@ -67,7 +74,8 @@ def member_state(array: "FusedArray", index: int) -> dict[str, Any]:
 
 def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any]) -> None:
     """One member as it was, in this array or another of the same models, optimizers and schedules."""
-    _check_schema(saved, "state", "member(i).checkpoint()")
+    _check_schema(saved, "state", MEMBER)
+    check_member_form(array, saved)
     for part in _PARTS:
         found, wanted = len(saved.get(part, ())), len(getattr(array, part))
         if found != wanted:
@@ -76,7 +84,8 @@ def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any])
     array.state.check(index, saved["state"])
     # First, as they may refuse what is no number of their options: nothing else is changed then.
     for optimizer, state in zip(array.optimizers, saved["optimizers"], strict=True):
-        optimizer.load_member_state_dict(index, state)
+        with _in_one_line("an optimizer"):
+            optimizer.load_member_state_dict(index, state)
     array.start(index)
     array.state.load(index, saved["state"])
     with torch.no_grad():
@@ -84,7 +93,8 @@ def load_member_state(array: "FusedArray", index: int, saved: Mapping[str, Any])
             array.state.buffers[key][index].copy_(value)
     array.streams.generators[index].set_state(saved["stream"])
     for scheduler, state in zip(array.schedulers, saved["schedulers"], strict=True):
-        scheduler.load_member_state_dict(index, state)
+        with _in_one_line("a schedule"):
+            scheduler.load_member_state_dict(index, state)
     for scaler, state in zip(array.scalers, saved.get("scalers", ()), strict=True):
         scaler.load_member_state_dict(index, state)
     if not saved.get("active", True):
@@ -115,6 +125,18 @@ def _check_kinds(array: "FusedArray", state: Mapping[str, Any]) -> None:
                 raise FusionError(f"the checkpoint is of {saved}, the array has {here}; make the same before loading")
 
 
+@contextlib.contextmanager
+def _in_one_line(who: str) -> Iterator[None]:
+    """What these keep is torch's own, or the user's, and so is what they raise at a state that they do not know."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise FusionError(
+            f"{who} refuses its state in the checkpoint ({type(error).__name__}: {' '.join(str(error).split())}); make "
+            "the same optimizers and schedules as those that were saved before loading"
+        ) from error
+
+
 def _check_schema(state: Mapping[str, Any], part: str, made_by: str) -> None:
     if not isinstance(state, Mapping):
         raise FusionError(f"a checkpoint is a dict that {made_by} made, not a {type(state).__name__}")
@@ -125,7 +147,8 @@ def _check_schema(state: Mapping[str, Any], part: str, made_by: str) -> None:
 
 
 def _check(array: "FusedArray", state: Mapping[str, Any]) -> None:
-    _check_schema(state, "members", "array.state_dict()")
+    _check_schema(state, "members", ARRAY)
+    check_array_parts(state)
     if len(state["members"]) != len(array):
         raise FusionError(
             f"the checkpoint has {len(state['members'])} members, the array {len(array)}; make one of the same size"
@@ -142,3 +165,4 @@ def _check(array: "FusedArray", state: Mapping[str, Any]) -> None:
                 "make them before loading, in the same order"
             )
     _check_kinds(array, state)
+    check_array_contents(array, state)

@@ -8,9 +8,9 @@ What is compiled is first run once and written down operator by operator, backwa
 operators: the compiler joins them itself, and would see nothing of kernels of our own; but for a loss over many
 classes, which is an operator of ours. For all members at once, masks of dropout are made from each member's seed by
 arithmetic that the compiler can join, and depend on the member's stream alone; on the CPU, where masks are those of
-training alone, what draws random numbers is refused. For each shape of the inputs, and each value that is no tensor, it
-is written down anew; the loss's code does not run again after that, so that a tensor which it takes from its
-surroundings stays the one it was (surroundings.py).
+training alone, what draws random numbers is refused; a loss that does is refused everywhere. For each shape of the
+inputs, and each value that is no tensor, it is written down anew; the loss's code does not run again after that, so
+that a tensor which it takes from its surroundings stays the one it was (surroundings.py).
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
 from burstpool.fusion import kernels
+from burstpool.fusion.drawing import watched
 from burstpool.fusion.gradients import leave_gradients
 from burstpool.fusion.inputs import stacked_inputs
 from burstpool.fusion.loss import checked, member_losses
@@ -176,7 +177,7 @@ class CompiledTogether(_Compiled):
             run = Run(members=len(array), streams=_NoStreams(), seeded=list(drawn))
             results = plan(run, [values[node.name] for node in plan.placeholders])
             output = pytree.tree_unflatten(mode.outputs(plan, results, run), mode.capture.out_spec)
-            return member_losses(self.loss, output, mine, shared)
+            return member_losses(self.loss, output, mine, shared, run.streams)
 
         rest = (named, own, () if self.per_member else tuple(targets), seeds)
         found, gradients = self._call(losses, array.state.tensors, rest)
@@ -202,11 +203,12 @@ class CompiledApart(_Compiled):
         mode, batched, named = array.placed(inputs, per_member=self.per_member)
         last, written = len(array) - 1, written_inputs(mode)
         own = [stacked_inputs(target, len(array)) for target in targets] if self.per_member else targets
+        function = watched(self.loss)
 
         def loss(state: Mapping[str, Tensor], rest: Any) -> Tensor:
             given, wanted = rest
             leaves = alone(mode, 0, mode.values(state, array.state.aliases, given))
-            return checked(self.loss(pytree.tree_unflatten(leaves, mode.capture.out_spec), *wanted))
+            return checked(function(pytree.tree_unflatten(leaves, mode.capture.out_spec), *wanted))
 
         def one(member: int) -> Any:
             given = {name: value[member] if name in batched else value for name, value in named.items()}

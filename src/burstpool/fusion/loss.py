@@ -1,8 +1,8 @@
 """Losses: one number a member, from a function of one member's output.
 
 The function is the user's own. Where it is one of torch's common losses on the output, it is computed for all
-members at once; else vmap carries it; else it is called member by member. No 1/M anywhere: the sum of the losses
-gives each member precisely its own gradient.
+members at once; else vmap carries it; else it is called member by member, as one that draws random numbers always is,
+each member's from its own stream. No 1/M anywhere: the sum of the losses gives each member precisely its own gradient.
 
 Shapes: M = members, N = samples, C = classes.
 """
@@ -19,20 +19,28 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
+from burstpool.fusion.drawing import DrawingFrom, DrawsError, NotDrawing, unwatched
 from burstpool.fusion.rules.fallback import without_vmaps_loop
 from burstpool.fusion.rules.losses import MEAN, SUM, cross_entropy
+from burstpool.fusion.streams import Streams
 
 _REDUCTIONS = {"mean": MEAN, "sum": SUM}
 _DEPRECATED = ("size_average", "reduce")
 """torch's old words for a reduction; the slower ways know them."""
 
 
-def member_losses(function: Callable[..., Any], output: Any, own: Sequence[Any], shared: Sequence[Any]) -> Tensor:
+def member_losses(
+    function: Callable[..., Any], output: Any, own: Sequence[Any], shared: Sequence[Any], streams: Streams
+) -> Tensor:
     """[M]: the function of each member's output, its own further arguments and the shared ones.
 
     Tensors in `output` and `own` have the member dimension first.
     """
-    at_once = _at_once(function, output, own, shared)
+    draws = False
+    try:
+        at_once = _at_once(function, output, own, shared)
+    except DrawsError:
+        at_once, draws = None, True
     if at_once is not None:
         return at_once
     leaves, spec = pytree.tree_flatten((output, tuple(own)))
@@ -47,14 +55,25 @@ def member_losses(function: Callable[..., Any], output: Any, own: Sequence[Any],
         return checked(function(out, *mine, *shared))
 
     tensors = [leaves[place] for place in places]
+    found = None if draws else _by_vmap(one, tensors)
+    if found is not None:
+        return found
+    each = []
+    for member, row in enumerate(zip(*(tensor.unbind(0) for tensor in tensors), strict=True)):
+        with DrawingFrom(streams, member):
+            each.append(one(*row))
+    return torch.stack(each).view(members)
+
+
+def _by_vmap(one: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor | None:
+    """None for what vmap cannot do, random numbers included: it draws none before it refuses."""
     try:
         with without_vmaps_loop():
             return torch.vmap(one)(*tensors)
     except FusionError:
         raise
-    except Exception:  # what vmap cannot do; the user's own mistakes come up again
-        rows = zip(*(tensor.unbind(0) for tensor in tensors), strict=True)
-        return torch.stack([one(*row) for row in rows]).view(members)
+    except Exception:  # the user's own mistakes come up again
+        return None
 
 
 def checked(loss: Any) -> Tensor:
@@ -66,11 +85,14 @@ def checked(loss: Any) -> Tensor:
 
 
 def _at_once(function: Callable[..., Any], output: Any, own: Sequence[Any], shared: Sequence[Any]) -> Tensor | None:
-    """The losses where the function does nothing but call a loss that is known here."""
+    """The losses where the function does nothing but call a loss that is known here; DrawsError where it draws."""
     if not isinstance(output, Tensor) or any(not isinstance(value, Tensor) for value in own):
         return None
     try:
-        result = function(_Members(output), *(_Members(value) for value in own), *shared)
+        with NotDrawing():  # type: ignore[no-untyped-call]
+            result = function(_Members(output), *(_Members(value) for value in own), *shared)
+    except DrawsError:
+        raise
     except Exception:  # the user's own mistakes come up again on the slower way
         return None
     return result.value if isinstance(result, _Members) and result.value.dim() == 1 else None
@@ -92,7 +114,8 @@ class _Members:
         bound.apply_defaults()
         if any(bound.arguments.get(name) is not None for name in _DEPRECATED):
             return NotImplemented
-        result = _KNOWN[function](**bound.arguments)
+        with unwatched():
+            result = _KNOWN[function](**bound.arguments)
         return cls(result)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "_Members":

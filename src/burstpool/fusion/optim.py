@@ -453,10 +453,11 @@ class FusedOptimizer:
         for key, slots in saved.items():
             for name, value in slots.items():
                 wanted = self.parameters[key].shape[1:]
-                if name != "step" and isinstance(value, Tensor) and value.shape != wanted:
-                    raise FusionError(
-                        f"the optimizer's {name} of {key!r} has shape {list(value.shape)}; it must have {list(wanted)}"
-                    )
+                if name == "step" or value is None:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != wanted:
+                    got = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is {value!r}"
+                    raise FusionError(f"the optimizer's {name} of {key!r} {got}; it must have shape {list(wanted)}")
         return saved
 
     def state_dict(self) -> dict[str, Any]:

@@ -101,10 +101,18 @@ def loaded_groups(proxy: torch.optim.Optimizer, groups: Sequence[Mapping[str, An
     for saved in groups:
         if missing := sorted(wanted - saved.keys()):
             raise FusionError(f"the state is not one of {type(proxy).__name__}: it has no {missing[0]!r}")
+        if wrong := sorted(name for name in wanted if not _is_number(name, saved[name])):
+            raise FusionError(f"the state's {wrong[0]} is {saved[wrong[0]]!r}; {type(proxy).__name__} takes numbers")
     return [
         {**mine, **{name: value for name, value in saved.items() if name not in ("params", "param_names")}}
         for mine, saved in zip(proxy.param_groups, groups, strict=True)
     ]
+
+
+def _is_number(name: str, value: Any) -> bool:
+    if name == "betas":
+        return isinstance(value, tuple | list) and len(value) == 2 and all(_is_number("", beta) for beta in value)
+    return isinstance(value, Tensor | Real)
 
 
 def flags(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

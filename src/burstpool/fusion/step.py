@@ -310,7 +310,8 @@ class RecordedStep:
         self._rewind(saved)
         self._graph = torch.cuda.CUDAGraph()
         # Each generator costs two launches a replay.
-        generators = self.array.streams.generators if draws(self.array.mode) else []
+        streams = self.array.streams
+        generators = streams.generators if draws(self.array.mode) or streams.draws_in_loss else []
         with recording(self._graph, generators=generators):
             self._losses = self._step(inputs, targets)
 

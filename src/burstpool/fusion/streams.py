@@ -18,6 +18,8 @@ class Streams:
         self.generators = [self._generator(seed) for seed in seeds]
         self._resting: dict[int, torch.Tensor] = {}
         """Where the streams of stopped members go on: until then what is drawn for them is of no consequence."""
+        self.draws_in_loss = False
+        """Whether a loss has drawn from them: whoever records a step must know."""
 
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)

@@ -20,6 +20,7 @@ import torch
 from burstpool.cluster import catalogue
 from burstpool.errors import BurstpoolError, ProfileError
 from burstpool.job import Job
+from burstpool.limits import LARGEST_BATCH, available_bytes, in_gib, is_out_of_memory
 from burstpool.model.block import Block
 from burstpool.model.replay import sum_of_outputs
 from burstpool.model.trace import TracedModel, trace
@@ -149,6 +150,7 @@ class _Measurement:
         progress(steps, steps, "done")
 
     def _batch(self, batch: int, watch: Stopwatch, report: Callable[[str], None]) -> _BatchResult:
+        self._check_memory(batch)
         if isinstance(watch, CpuStopwatch) and self._fits_whole(batch):
             runs, _ = sweep(self.session, self.blocks, batch, watch=None, report=report)
             report(f"whole steps, batch {batch}")
@@ -166,13 +168,26 @@ class _Measurement:
     def _checked(self, batch: int, run: Callable[[], Any]) -> Any:
         try:
             return run()
-        except torch.OutOfMemoryError:
-            raise ProfileError(f"{self.name} runs out of memory at batch {batch}; leave it out") from None
         except BurstpoolError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise ProfileError(
+                    f"{self.name} runs out of memory at batch {batch}; leave it out, and try smaller ones"
+                ) from None
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ProfileError(f"{self.name} cannot run a step of batch {batch}: {reason}") from error
+
+    def _check_memory(self, batch: int) -> None:
+        """On the CPU the system kills who takes more than there is; a layer's result and its gradient are the least."""
+        if self.session.device.type != "cpu":
+            return
+        needed = 2 * max((value.bytes_at(batch) for value in self.session.traced.graph.values().values()), default=0)
+        if needed > available_bytes():
+            raise ProfileError(
+                f"{self.name} runs out of memory at batch {batch}: one layer needs {in_gib(needed)}, and "
+                f"{in_gib(available_bytes())} are free here; leave it out, and try smaller ones"
+            )
 
     def _fits_whole(self, batch: int) -> bool:
         """Whether a whole step's activations, about two copies of every value, can be held at once."""
@@ -270,6 +285,8 @@ def _checked_batches(batches: Sequence[int]) -> list[int]:
     for batch in batches:
         if batch < 1:
             raise ProfileError(f"batch {batch} must be at least 1")
+        if batch > LARGEST_BATCH:
+            raise ProfileError(f"batch {batch} must be at most {LARGEST_BATCH}; pass e.g. batches=[1, 2, 4]")
     return sorted(set(batches))
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from burstpool.artifact import write_whole
+from burstpool.cluster.detect import check_workers
 from burstpool.engine.base import Engine, Workers
 from burstpool.engine.failure import WorkerError
 from burstpool.engine.local import LocalEngine
@@ -117,6 +118,8 @@ def prepare(
     options = options or RunOptions()
     source = JobSource(source=job, settings=dict(settings or {})) if isinstance(job, str) else None
     loaded = job if isinstance(job, Job) else load_job(job, settings)
+    if isinstance(plan, int):
+        check_workers(plan)
     graph = trace_job(loaded, fallback=options.fallback).graph
     chosen = even_plan(graph, num_devices=plan, batch=loaded.batch, name=loaded.name) if isinstance(plan, int) else plan
     check_enough(len(loaded.data), samples_per_step=chosen.batch * chosen.num_minibatches)  # type: ignore[arg-type]

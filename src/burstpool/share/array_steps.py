@@ -228,7 +228,8 @@ class ArrayStep:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        generators = self.array.streams.generators if draws(self.array.mode) else []
+        streams = self.array.streams
+        generators = streams.generators if draws(self.array.mode) or streams.draws_in_loss else []
         with recording(graph, generators=generators, stream=self.stream):
             self._forward()
             self._backward()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from burstpool.fusion.array import FusedArray
-from burstpool.fusion.serial import draws
 from burstpool.job import Job, model_arguments
 from burstpool.sweeping.feed import Batch, Feed
 from burstpool.sweeping.options import StepOptions
@@ -34,7 +33,6 @@ def run_alone(
     optimizer.load_state_dict(saved["optimizers"][0])
     for scheduler, state in zip(schedulers, saved["schedulers"], strict=True):
         scheduler.load_state_dict(state)
-    random = draws(array.mode)
     losses: list[Tensor] = []
 
     def step(batch: Batch) -> None:
@@ -42,10 +40,8 @@ def run_alone(
 
     for _ in range(num_steps):
         batch = feed.take()
-        if random:
-            array.streams.drawing(0, lambda batch=batch: step(batch))  # type: ignore[misc]
-        else:
-            step(batch)
+        # Also where the model draws nothing: its loss may.
+        array.streams.drawing(0, lambda batch=batch: step(batch))  # type: ignore[misc]
         for scheduler in schedulers:
             scheduler.step()
         if stop():

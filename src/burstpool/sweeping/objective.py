@@ -31,7 +31,7 @@ def held_out(array: FusedArray, jobs: Sequence[Job], members: Iterable[int], *, 
     """Each of these members' mean loss over its job's held-out data; the members must have some."""
     wanted = list(members)
     found: dict[int, float] = {}
-    training = array.training
+    training, streams = array.training, array.streams.states()
     array.eval()
     try:
         for data in {id(jobs[member].evaluation): jobs[member].evaluation for member in wanted}.values():
@@ -39,6 +39,8 @@ def held_out(array: FusedArray, jobs: Sequence[Job], members: Iterable[int], *, 
             found |= {member: values[member] for member in wanted if jobs[member].evaluation is data}
     finally:
         array.train(training)
+        if array.streams.draws_in_loss:  # training goes on as if nothing had been evaluated
+            array.streams.restore(streams)
     return found
 
 

@@ -5,9 +5,11 @@
     lr=log:1e-4..1e-1       anything in between, evenly in the logarithm
     width=int:16..64        whole numbers, both ends included
     width=logint:16..1024   whole numbers, evenly in the logarithm
+    widths=[8,8],[16]       one of these lists
 
 Takes such texts, or a dict of lists, `Range`s and texts. Returns a `Space`. Every value is checked against the job
-function's annotations before anything is trained. Values cannot hold commas.
+function's annotations before anything is trained. A value holds commas in brackets only; a list or a tuple is kept as
+the text `[8,8]`, which a trial's record can hold and its job reads.
 """
 
 import functools
@@ -22,7 +24,8 @@ import numpy as np
 
 from burstpool.artifact import STRICT
 from burstpool.errors import JobError
-from burstpool.job import check_settings, parse_settings
+from burstpool.job import as_recorded, check_settings, parse_settings
+from burstpool.listed import parts
 from burstpool.run.folder import Setting
 
 _LARGEST_ORDER = 1_000_000
@@ -170,12 +173,27 @@ def _typed(
         if inspect.signature(function).parameters[name].annotation in (int, "int") and not axis.whole:
             raise JobError(f"{name} of {source} takes whole numbers; give {name}=int:{axis.low:g}..{axis.high:g}")
         return axis
-    if all(isinstance(value, Setting) for value in accepted):
-        return Values(values=tuple(accepted))
+    recorded = [_as_trials_have_it(name, value, first, function, source) for value in accepted]
+    if all(isinstance(value, Setting) for value in recorded):
+        return Values(values=tuple(recorded))
     for value in axis.values:
         if not isinstance(value, Setting):
             raise JobError(f"{name}={value!r} cannot be a trial's; give numbers, or words that the job reads")
     return axis
+
+
+def _as_trials_have_it(
+    name: str, value: Any, first: Mapping[str, Any], function: Callable[..., Any], source: str
+) -> Any:
+    """A list or a tuple as the text that the job reads, if it reads the same; anything else as it is."""
+    if not isinstance(value, list | tuple):
+        return value
+    text = as_recorded(value)
+    try:
+        again = check_settings(function, {**first, name: text}, source=source)[name]
+    except JobError:
+        return value
+    return text if again == value else value
 
 
 def _ends(axis: Values | Range) -> tuple[Any, ...]:
@@ -191,7 +209,7 @@ def _axis(name: str, axis: Any) -> Values | Range:
         kind, colon, ends = axis.partition(":")
         if colon and kind in get_args(Kind):
             return _range(name, axis, kind, ends)
-        values: tuple[Any, ...] = tuple(axis.split(","))
+        values: tuple[Any, ...] = tuple(parts(axis, where=f"{name}={axis}"))
     elif isinstance(axis, Iterable):
         values = tuple(axis)
     else:

@@ -20,6 +20,7 @@ import torch
 from burstpool.errors import BurstpoolError, RunError
 from burstpool.fusion.array import Execution
 from burstpool.job import Job, fingerprint, from_anywhere, in_words, job_function, model_arguments
+from burstpool.limits import LARGEST_BATCH, MOST_THREADS
 from burstpool.run.folder import held, new_run_path
 from burstpool.sweeping.feed import moved
 from burstpool.sweeping.floor import Builder, Floor
@@ -35,6 +36,7 @@ from burstpool.sweeping.trials import Trial
 from burstpool.version import __version__
 
 _LOG = logging.getLogger(__name__)
+_MOST = {"batch": LARGEST_BATCH, "threads": MOST_THREADS}
 
 
 def sweep(
@@ -274,6 +276,8 @@ def _check(mode: str, device: str, counts: Mapping[str, int | None]) -> None:
         least = 0 if name == "seed" else 1
         if value is not None and value < least:
             raise RunError(f"--{name} {value} must be at least {least}")
+        if value is not None and value > (most := _MOST.get(name, value)):
+            raise RunError(f"--{name} {value} must be at most {most}")
     if mode not in get_args(Execution):
         raise RunError(f"--mode {mode} is unknown; give one of {', '.join(get_args(Execution))}")
     if device.partition(":")[0] not in ("cpu", "cuda"):

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
+from burstpool.fusion.rules.autocast import as_alone_under_autocast
 from burstpool.fusion.rules.base import Call, Kernel, Lowered, PerMember, Run, caller
 
 _TRIAL_MEMBERS = 2
@@ -42,7 +43,9 @@ def fallback(call: Call) -> Lowered:
         return Lowered(kernel=_loop(call), way="loop", why=f"members have different {names}")
     problem = "writes in place" if call.op._schema.is_mutable else _vmap_problem(call)
     if problem is None:
-        return Lowered(kernel=_vmap(call), way="vmap", why="no rule; vmap has one")
+        loop = _loop(call)
+        kernel = as_alone_under_autocast(call, _vmap(call), loop, lambda arguments, m: _row(call, arguments, m))
+        return Lowered(kernel=kernel, way="vmap", why="no rule; vmap has one")
     return Lowered(kernel=_loop(call), way="loop", why=f"no rule; vmap: {problem}")
 
 
@@ -152,6 +155,12 @@ def _loop(call: Call, *, random: bool = False) -> Kernel:
         return arguments[written[0]] if written and returns_it else joined(results)
 
     return kernel
+
+
+def _row(call: Call, arguments: Sequence[Any], members: int) -> list[Any]:
+    """The first member's arguments."""
+    flags = [call.flags(value) for value in call.arguments.values()]
+    return [_split(a, f, members)[0] for a, f in zip(arguments, flags, strict=True)]
 
 
 def _split(value: Any, flags: Any, members: int) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from burstpool.errors import RunError
+from burstpool.limits import MOST_TRIALS
 from burstpool.sweeping.search.asha import Asha
 from burstpool.sweeping.search.base import Assignment, Search, SearchSetting
 from burstpool.sweeping.search.grid import Grid
@@ -32,8 +33,14 @@ def number_of_trials(search: str, space: Space, asked: int | None) -> int:
     if space.size is None:
         if asked is None and search != "grid":
             raise RunError("a space with ranges has no end; say how many trials: --trials 64")
-        return asked or 1
-    return space.size if asked is None else asked if search == "optuna" else min(asked, space.size)
+        return _checked(asked or 1)
+    return _checked(space.size if asked is None else asked if search == "optuna" else min(asked, space.size))
+
+
+def _checked(count: int) -> int:
+    if count > MOST_TRIALS:
+        raise RunError(f"{count} trials are more than a sweep can write down; give --trials {MOST_TRIALS} or fewer")
+    return count
 
 
 __all__ = ["SEARCHES", "Assignment", "Search", "SearchSetting", "make_search", "number_of_trials"]
