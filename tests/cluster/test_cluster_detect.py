@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from burstpool.cli.cluster import cluster
 from burstpool.cluster import detect as detect_module
-from burstpool.cluster.detect import detect, machine_memory_bytes, num_cores
+from burstpool.cluster.detect import detect, num_cores
 from burstpool.cluster.measure import DeviceRates, fit_link, run_workers
 from burstpool.cluster.reductions import usual_s
 from burstpool.cluster.spec import ClusterSpec
 from burstpool.errors import BurstpoolError, ClusterError
+from burstpool.limits import machine_memory_bytes
 
 pytestmark = pytest.mark.alone
 

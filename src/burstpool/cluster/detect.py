@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal
 
 from burstpool.cluster import catalogue
@@ -21,6 +20,7 @@ from burstpool.cluster.messages import message_times
 from burstpool.cluster.reductions import reduce_times
 from burstpool.cluster.spec import ClusterSpec, DeviceCount, DeviceFigures, NodeGroup, plural
 from burstpool.errors import ClusterError
+from burstpool.limits import machine_memory_bytes, system_file
 
 TIMEOUT_S = 120.0
 """How long one measurement may take, the start of its processes included."""
@@ -66,20 +66,10 @@ def num_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         cores = os.cpu_count() or 1
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = system_file("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         cores = min(cores, -(-int(quota) // int(period)))
     return max(cores, 1)
-
-
-def machine_memory_bytes() -> int:
-    """Memory of this machine, or of the container it is seen from."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(limit)
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits)
 
 
 def check_workers(num_devices: int) -> None:
@@ -209,10 +199,3 @@ def _on_cores(link: Link, num_workers: int, *, measure: bool, progress: Callable
 def _rounded(value: float) -> float:
     """Four digits: more would claim a precision that no measurement has."""
     return float(f"{value:.4g}")
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -10,12 +10,11 @@ what is available, nothing is evicted. The same rule serves for a GPU's memory, 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
+from burstpool.limits import available_bytes, machine_memory_bytes
+
 _INTERVAL_S = 0.25
-_MEMINFO = Path("/proc/meminfo")
-_PLENTY = 1 << 40
 
 
 class Evictable(Protocol):
@@ -35,21 +34,9 @@ class Evictable(Protocol):
         ...
 
 
-def available_bytes() -> int:
-    """What can be allocated without swapping."""
-    return _read("MemAvailable")
-
-
 def reserve_bytes() -> int:
     """What stays free for the foreground."""
-    return min(_read("MemTotal") // 10, 2 << 30)
-
-
-def _read(name: str) -> int:
-    if not _MEMINFO.exists():
-        return _PLENTY
-    lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), _PLENTY)
+    return min(machine_memory_bytes() // 10, 2 << 30)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,10 +13,11 @@ from burstpool.engine.local import LocalEngine
 from burstpool.errors import BurstpoolError, ShareError
 from burstpool.fusion.array import FusedArray
 from burstpool.job import Job, load_jobs
+from burstpool.limits import available_bytes
 from burstpool.run.setup import trace_job
 from burstpool.share.base import Background
 from burstpool.share.gated import cap_memory
-from burstpool.share.memory import available_bytes, reserve_bytes
+from burstpool.share.memory import reserve_bytes
 from burstpool.share.preparing import LOADING, TRACING
 
 _HANG_S = 60.0

@@ -21,6 +21,7 @@ from typing import Any
 
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine, LocalWorkers
+from burstpool.limits import available_bytes
 from burstpool.report.timeline import Event, Timeline
 from burstpool.run.folder import RunFolder
 from burstpool.run.outcome import Result
@@ -33,7 +34,7 @@ from burstpool.share.budget import Budget, Gap
 from burstpool.share.claim import claimed, gate_folder, terminable
 from burstpool.share.gate import Gate
 from burstpool.share.keeper import Keeper
-from burstpool.share.memory import MemoryWatch, available_bytes, reserve_bytes
+from burstpool.share.memory import MemoryWatch, reserve_bytes
 from burstpool.share.on_device import WhenReached, cuda_mark
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.room import FLOOR
