@@ -45,9 +45,9 @@ _LEAST_BUSY = 0.05
 _OVERRUN = 0.5
 """Part of a piece that may run on after its gap or stretch. After a gap it costs the foreground less than all of it
 beside compute would; after a stretch it takes little of the gap."""
-_BESIDE, _BESIDE_MEMORY = 0.5, 0.98
-"""How fast background work is beside compute, over its speed alone, before any was seen; and what is kept of what was
-known with each piece that was."""
+_BESIDE, _BESIDE_MEMORY = (5e-4, 1e-3), 0.98
+"""Background work beside compute, by its time alone, and the time that it takes, before any was seen; and what is kept
+of both with each piece that is."""
 _HUNG_STEPS, _HUNG_LENGTHS = 16, 20
 """A piece under way for more steps, and for more times its length, may never end: others do not wait for it."""
 
@@ -133,8 +133,8 @@ class Launches:
         """`note` is called with each piece that is started, and its step."""
         self._backgrounds, self._controller, self._note = backgrounds, controller, note
         self._overlapped, self._in_gaps = Credit(), Credit()
-        self._beside = (_BESIDE, 1.0)
-        """Sums over pieces beside compute that forget: their time alone over their time on the device, and how many."""
+        self._beside = _BESIDE
+        """Sums over pieces beside compute that forget: their time alone, and their time on the device."""
         self._to_start: collections.deque[_Allowed] = collections.deque()
         self.under_way: list[Launched] = []
         """Pieces that had not ended when `ended` was last asked."""
@@ -316,17 +316,16 @@ class Launches:
         alone_s, gaps_s = self._controller.alone_s, sum(gap.length_s for gap in self._controller.gaps)
         if alone_s is None or not gaps_s:
             return math.inf
-        speeds, pieces = self._beside
+        work_s, time_s = self._beside
         busy_s = self._controller.budget.slowdown * max(alone_s - gaps_s, _LEAST_BUSY * alone_s)
-        return min(speeds / pieces, 1.0) * busy_s
+        return min(work_s / time_s, 1.0) * busy_s
 
     def _saw_beside(self, piece: Launched) -> None:
         """Learns how fast background work is beside compute, where that matters."""
         if self._controller.gaps and not piece.in_gap and isinstance(piece.end, PieceSpan):
-            time_s = float(piece.end.begin.elapsed_time(piece.end.end)) / 1e3
-            speeds, pieces = self._beside
-            speed = piece.length_s / time_s if time_s > 0 else 1.0
-            self._beside = _BESIDE_MEMORY * speeds + speed, _BESIDE_MEMORY * pieces + 1
+            took_s = float(piece.end.begin.elapsed_time(piece.end.end)) / 1e3
+            work_s, time_s = self._beside
+            self._beside = _BESIDE_MEMORY * work_s + piece.length_s, _BESIDE_MEMORY * time_s + took_s
 
     def ended(self, step: int, end: torch.cuda.Event) -> list[Launched]:
         """Pieces that ended by a step's end, which has passed, and were not among those of an earlier one."""
