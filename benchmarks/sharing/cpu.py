@@ -8,8 +8,8 @@ Ways: `two processes`, both of one priority; `niced`, the background at the lowe
 by the controller at budget B and at the lowest priority; `controller B`, gated only; `no background`, sharing on with a
 gate at which nobody waits, for its overhead.
 Slowdowns are over steps alone: of ours those that ran alone in between, of the others a run alone before and one after,
-since this machine drifts. One step in 25 of ours runs alone, so that their p95 is known from some hundred steps on:
-a minute's lines have them. Prints one JSON line a way.
+since this machine drifts. One step in 25 to 90 of ours runs alone, so that their p95 is known from some thousand steps
+on: a minute's lines have them. Prints one JSON line a way.
 """
 
 import argparse
