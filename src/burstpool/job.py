@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from burstpool.errors import JobError
 from burstpool.limits import available_bytes, in_gib, is_out_of_memory
-from burstpool.listed import written_list
-from burstpool.values import convert
+from burstpool.setting_lists import written_list
+from burstpool.setting_values import convert
 
 if TYPE_CHECKING:
     import torch

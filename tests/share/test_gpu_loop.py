@@ -10,7 +10,7 @@ from fake_cuda import Clock, Event, FakeFeeder, FakeSteps, Stream, Work, fake_cu
 
 from burstpool.errors import RunError, ShareError
 from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
-from burstpool.share.budget import Budget
+from burstpool.share.budget import Budget, Gap
 from burstpool.share.evictions import Evictions, Memory, Stay
 from burstpool.share.gpu import Idle, SharedGpu, stretches
 
@@ -431,6 +431,16 @@ def test_pieces_that_fit_no_gap_run_all_the_same(clock: Clock) -> None:
     pieces = meant_for_gaps(gpu, beside)
     gpu.run(200)
     assert len(pieces) > 20
+
+
+def test_no_piece_waits_for_a_gap_in_which_nothing_may_start(clock: Clock) -> None:
+    beside = background(clock, *[1.2e-3] * 20)
+    gpu = with_gaps(clock, beside, 5e-4, 4e-3, cost=0.1)
+    gpu.controller.gaps = (Gap(length_s=5e-4), Gap(length_s=4e-3, reduces=True))
+    pieces = meant_for_gaps(gpu, beside)
+    gpu.run(200)
+    assert len(pieces) > 20
+    assert all((end.at_s or 0.0) - (begin.at_s or 0.0) < 1e-3 for _, begin, end in pieces)
 
 
 def test_stretches_are_shares_of_the_compute_between_gaps() -> None:

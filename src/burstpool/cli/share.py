@@ -126,7 +126,7 @@ def share(
 def background(words: str, memory_mib: float | None = None) -> "Background":
     """`"job.py lr=0.1,0.01 width=8"` as a background: every combination of the values is a member of its array."""
     from burstpool.job import parse_settings
-    from burstpool.listed import parts
+    from burstpool.setting_lists import parts
     from burstpool.share.base import Background
 
     # A fraction of a byte is no memory either.

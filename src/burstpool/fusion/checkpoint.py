@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from burstpool.errors import FusionError
+from burstpool.fusion.checkpoint_form import ARRAY, MEMBER, check_array_contents, check_array_parts, check_member_form
 from burstpool.fusion.copied import copied
-from burstpool.fusion.form import ARRAY, MEMBER, check_array_contents, check_array_parts, check_member_form
 
 if TYPE_CHECKING:
     from burstpool.fusion.array import FusedArray

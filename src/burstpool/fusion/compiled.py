@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
 from burstpool.fusion import kernels
-from burstpool.fusion.drawing import watched
 from burstpool.fusion.gradients import leave_gradients
 from burstpool.fusion.inputs import stacked_inputs
 from burstpool.fusion.loss import checked, member_losses
+from burstpool.fusion.random_losses import watched
 from burstpool.fusion.rules import Run
 from burstpool.fusion.serial import alone, draws, random_operators, written_inputs
 from burstpool.fusion.streams import Streams

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from burstpool.errors import FusionError
-from burstpool.fusion.drawing import DrawingFrom, DrawsError, NotDrawing, unwatched
+from burstpool.fusion.random_losses import DrawingFrom, DrawsError, NotDrawing, unwatched
 from burstpool.fusion.rules.fallback import without_vmaps_loop
 from burstpool.fusion.rules.losses import MEAN, SUM, cross_entropy
 from burstpool.fusion.streams import Streams

@@ -166,12 +166,14 @@ class Launches:
         self._stuck = {owner for owner, _ in (piece.which for piece in hung)}
         behind_s = sum(piece.length_s * piece.factor for piece in late if piece not in hung)
         busy_s, gaps_s = self._beside_s(), [gap.length_s for gap in self._controller.gaps]
-        most_s = {True: max(gaps_s, default=0.0), False: busy_s * max(window.share for window in windows)}
-        gaps = zip(gaps_s, allowance.gaps_s, strict=True)
+        gaps = list(zip(gaps_s, allowance.gaps_s, strict=True))
+        longest_s = max((gap_s for gap_s, allowed_s in gaps if allowed_s > 0), default=0.0)
+        most_s = {True: longest_s, False: busy_s * max(window.share for window in windows)}
+        coming = iter(gaps)
         for window in windows:
             room_s, allowed_s = window.share * busy_s, window.share * allowance.overlapped_s
             if window.in_gap:
-                room_s, allowed_s = next(gaps)
+                room_s, allowed_s = next(coming)
             less_s = min(behind_s, allowed_s)
             behind_s -= less_s
             saved = self._in_gaps if window.in_gap else self._overlapped

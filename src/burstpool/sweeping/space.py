@@ -25,8 +25,8 @@ import numpy as np
 from burstpool.artifact import STRICT
 from burstpool.errors import JobError
 from burstpool.job import as_recorded, check_settings, parse_settings
-from burstpool.listed import parts
 from burstpool.run.folder import Setting
+from burstpool.setting_lists import parts
 
 _LARGEST_ORDER = 1_000_000
 """Settings whose random order is written down."""

@@ -1,6 +1,6 @@
 """Values of hyper-parameters: from the text that `--set` gives, or from Python's own, to what an annotation asks for.
 
-A list or a tuple is written in brackets (listed.py). Refuses with JobError what the annotation does not take.
+A list or a tuple is written in brackets (setting_lists.py). Refuses with JobError what the annotation does not take.
 """
 
 import types
@@ -11,7 +11,7 @@ from typing import Any
 import pydantic
 
 from burstpool.errors import JobError
-from burstpool.listed import read_json_list, read_list
+from burstpool.setting_lists import read_json_list, read_list
 
 
 def convert(value: Any, annotation: Any, *, where: str) -> Any:
