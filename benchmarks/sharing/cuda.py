@@ -4,6 +4,7 @@
     python benchmarks/sharing/cuda.py --foregrounds vgg16:4 --backgrounds resnet18:8 --seconds 5
     python benchmarks/sharing/cuda.py --pairs vgg16:4+resnet50:32,vgg16:1+array:16 --ways ours --seconds 60
     python benchmarks/sharing/cuda.py --ways ours,gaps --seconds 60 --within 540 --out long.json      again, to go on
+    python benchmarks/sharing/cuda.py --lines vgg16:4+resnet50:32+1.20,vgg16:1+array:16+gaps --seconds 60     only these
 
 Ways: two processes (the driver's time slices); two processes under MPS, the background with a share of the threads;
 one process with two streams, of the same and of different priority, nothing held back; ours at several budgets; ours
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--foregrounds", default=FOREGROUNDS)
     parser.add_argument("--backgrounds", default=BACKGROUNDS)
     parser.add_argument("--pairs", default="", help="instead of all of these with all of those: vgg16:4+resnet50:32,…")
+    parser.add_argument("--lines", default="", help="only these, each a pair and a budget, or gaps: see above")
     parser.add_argument("--ways", default="ours,gaps,streams,priority,processes,mps")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
@@ -75,18 +77,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where rows are added as they come; what it holds is left out, too")
     args = parser.parse_args()
     until_s = time.monotonic() + args.within
-    pairs = [
-        (Which.parse(foreground), Which.parse(background))
-        for foreground, background in (
-            (text.split("+") for text in args.pairs.split(","))
-            if args.pairs
-            else itertools.product(args.foregrounds.split(","), args.backgrounds.split(","))
-        )
-    ]
-    ways, budgets = args.ways.split(","), [float(text) for text in args.budgets.split(",")]
+    wanted = named_lines(args.lines) if args.lines else all_lines(args)
     rows = [dict(row) for row in all_rows(args.out)] if args.out and args.out.exists() else []
     done = [*rows, *(all_rows(args.done) if args.done else ())]
-    lines = missing(pairs, names(ways, budgets), done, args.seconds)
+    lines = missing(wanted, done, args.seconds)
     os.environ["OMP_NUM_THREADS"] = "1"
     if args.out and lines:
         write_rows(args.out, {"rows": rows})  # what cannot be written is found out before anything is measured
@@ -102,7 +96,7 @@ def main() -> None:
         if args.out:
             write_rows(args.out, found())
 
-    with_mps = "mps" in ways and start_mps()
+    with_mps = any(way.startswith(MPS) for _, _, way in lines) and start_mps()
     lines = [line for line in lines if with_mps or not line[2].startswith(MPS)]
     try:
         while some := fitting(lines, args.at_once, until_s - time.monotonic(), args.seconds):
@@ -112,8 +106,28 @@ def main() -> None:
         if with_mps:
             environment = {**os.environ, **mps_environment()}
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False)
-    print(f"{len(missing(pairs, names(ways, budgets), [*done, *rows], args.seconds))} lines left", file=sys.stderr)
+    print(f"{len(missing(wanted, [*done, *rows], args.seconds))} lines left", file=sys.stderr)
     print(json.dumps(found()))
+
+
+def all_lines(args: argparse.Namespace) -> list[Line]:
+    """Every pair in every way that was asked for."""
+    pairs = (
+        (text.split("+") for text in args.pairs.split(","))
+        if args.pairs
+        else itertools.product(args.foregrounds.split(","), args.backgrounds.split(","))
+    )
+    ways = names(args.ways.split(","), [float(text) for text in args.budgets.split(",")])
+    return [(Which.parse(first), Which.parse(second), way) for first, second in pairs for way in ways]
+
+
+def named_lines(text: str) -> list[Line]:
+    """`"vgg16:4+resnet50:32+1.20,vgg16:1+array:16+gaps"`: lines of ours."""
+    found: list[Line] = []
+    for first, second, how in (line.split("+") for line in text.split(",")):
+        (way,) = names(["gaps"], []) if how == "gaps" else names(["ours"], [float(how)])
+        found.append((Which.parse(first), Which.parse(second), way))
+    return found
 
 
 def names(ways: Sequence[str], budgets: Sequence[float]) -> list[str]:
@@ -125,7 +139,7 @@ def names(ways: Sequence[str], budgets: Sequence[float]) -> list[str]:
     return found + [f"{MPS}{percent}%" for percent in MPS_PERCENT if "mps" in ways]
 
 
-def missing(pairs: Sequence[tuple[Which, Which]], ways: Sequence[str], done: Rows, seconds: float) -> list[Line]:
+def missing(lines: Sequence[Line], done: Rows, seconds: float) -> list[Line]:
     """Lines that were not measured for so long, or failed; those that failed last, so as not to be in others' way."""
     known = {
         name_of(row)
@@ -133,7 +147,6 @@ def missing(pairs: Sequence[tuple[Which, Which]], ways: Sequence[str], done: Row
         if "slowdown" in row and row.get("seconds", row.get("took_s", 0.0)) >= asked_s(row["way"], seconds)
     }
     failed = {name_of(row) for row in done if "slowdown" not in row}
-    lines = [(*pair, way) for pair in pairs for way in ways]
     named = {line: (str(line[0]), str(line[1]), line[2]) for line in lines}
     return sorted((line for line in lines if named[line] not in known), key=lambda line: named[line] in failed)
 

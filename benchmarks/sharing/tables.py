@@ -5,7 +5,7 @@
 
 A cell of ours is slowdown, p95, kept; in brackets what MPS keeps at that slowdown: on straight lines between its four
 shares of the threads, and to nothing at a slowdown of 1, although it cannot be held at what lies between. Rows may name
-their `run`; of a pair the last one counts.
+their `run`; of a pair the last one counts. Rows without ours are shown as they are: slowdown, p95, kept, sum of shares.
 """
 
 import statistics
@@ -29,6 +29,12 @@ FOREGROUNDS = {
 }
 BACKGROUNDS = {"resnet50:32": "ResNet-50, 32", "resnet18:8": "ResNet-18, 8", "array:16": "array of 16"}
 """Jobs by their words."""
+UNHELD = {
+    "processes": "two processes",
+    "streams": "two streams of one priority",
+    "priority": "two streams of different priority",
+}
+"""Ways that hold nothing back, by theirs."""
 
 
 def foreground_words(name: str) -> str:
@@ -47,7 +53,8 @@ def mps_kept(points: Sequence[tuple[float, float]], slowdown: float) -> float | 
 
 def table(rows: Rows) -> str:
     """One line a pair of jobs."""
-    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way.startswith("ours")]
+    all_ways = list(dict.fromkeys(row["way"] for row in rows))
+    ways = [way for way in all_ways if way.startswith("ours")] or all_ways
     titles = ["foreground, batch", "background, batch", *(_title(way) for way in ways)]
     lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
     before = ""
@@ -62,7 +69,7 @@ def table(rows: Rows) -> str:
 
 
 def _title(way: str) -> str:
-    words = way.removesuffix(GAPS).replace("ours ", "ours, ")
+    words = UNHELD.get(way, way.removesuffix(GAPS).replace("ours ", "ours, "))
     return f"{words}, with the gaps of an 8-device burst plan replayed" if way.endswith(GAPS) else words
 
 
@@ -70,6 +77,8 @@ def _cell(row: Mapping[str, Any] | None, points: Sequence[tuple[float, float]]) 
     if row is None or "slowdown" not in row:
         return "–"
     text = f"{row['slowdown']:.3f}, {row['slowdown_p95']:.2f}, {row['kept']:.2f}"
+    if not row["way"].startswith("ours"):
+        return f"{text}, {row['sum_of_shares']:.2f}"
     if row["way"].endswith(GAPS):
         return f"{text}; sum {row['sum_of_shares']:.2f} (gaps {row['gap_share']:.0%})"
     part = row.get("multiprocessors", 1.0)
@@ -81,6 +90,8 @@ def _cell(row: Mapping[str, Any] | None, points: Sequence[tuple[float, float]]) 
 def summary(rows: Rows) -> list[str]:
     """How often the budget held, and how often more was kept than by MPS."""
     ours = [row for row in rows if row["way"].startswith("ours") and "slowdown" in row]
+    if not ours:
+        return []
     budgets = [float(row["way"].removesuffix(GAPS).split()[1]) for row in ours]
     mean = sum(row["slowdown"] <= budget + MEAN_OVER for row, budget in zip(ours, budgets, strict=True))
     p95 = sum(row["slowdown_p95"] <= budget + P95_OVER for row, budget in zip(ours, budgets, strict=True))
@@ -107,8 +118,7 @@ def _points(rows: Rows, pair: tuple[str, str]) -> list[tuple[float, float]]:
 
 def main() -> None:
     rows = read_rows(Path(sys.argv[1]))
-    print(table(rows))
-    print(*summary(rows), sep="\n")
+    print(table(rows), *summary(rows), sep="\n")
 
 
 if __name__ == "__main__":

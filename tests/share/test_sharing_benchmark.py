@@ -21,6 +21,7 @@ import cuda
 import measured_rows
 import players
 import sharers
+import tables
 
 
 class Started:
@@ -107,6 +108,31 @@ def test_every_way_of_every_pair_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_
     players = sorted((each.which, each.mps_percent or 0) for each in Started.all if not each.backgrounds)
     own = [(which, percent) for which in ("array:16", "resnet18:8") for percent in (0, 10, 30, 50, 100)]
     assert players == sorted([*own, *((which, percent) for which in ("vgg16:1", "vgg16:4") for percent in (0, 100))])
+
+
+def test_lines_that_are_named_are_measured_and_no_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    named = "vgg16:4+array:16+1.2,vgg16:1+resnet18:8+gaps,vgg16:4+resnet18:8+1.05"
+    found = lines(monkeypatch, "--lines", named, "--out", str(tmp_path / "a"))
+    first = [("vgg16:4", "array:16", "ours 1.20"), ("vgg16:1", "resnet18:8", "ours 1.10, gaps")]
+    assert found == [*first, ("vgg16:4", "resnet18:8", "ours 1.05")]
+    assert [(each.which, each.backgrounds) for each in Started.all] == [
+        ("vgg16:4", ["array:16", "resnet18:8"]),
+        ("vgg16:1", ["resnet18:8"]),
+    ]
+    assert lines(monkeypatch, "--lines", f"{named},vgg16:4+array:16+1.1", "--out", str(tmp_path / "a"))[3:] == [
+        ("vgg16:4", "array:16", "ours 1.10")
+    ]
+
+
+def test_a_table_of_ways_that_hold_nothing_back_shows_them_all_and_sums_nothing_up() -> None:
+    figures = {"slowdown": 2.0, "slowdown_p95": 2.1, "kept": 0.4, "sum_of_shares": 0.9}
+    rows = [
+        {"foreground": "vgg16:4", "background": "array:16", "way": way, **figures} for way in ("streams", "processes")
+    ]
+    heads, _, line = tables.table(rows).splitlines()
+    assert heads.endswith("| two streams of one priority | two processes |")
+    assert line == "| VGG-16, 4 | array of 16 | 2.000, 2.10, 0.40, 0.90 | 2.000, 2.10, 0.40, 0.90 |"
+    assert tables.summary(rows) == []
 
 
 def test_what_was_measured_for_as_long_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
