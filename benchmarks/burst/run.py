@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deeppool_comparison import MODELS, bar_cell, cluster, compare
-from plot import line_plot
+from line_plot import line_plot
 from scaling import cluster as scaled_cluster
 from scaling import scaling
 from summary import summary

@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from budget_tables import FOREGROUNDS
 from measured_rows import GAPS, Rows, read_rows
-from tables import FOREGROUNDS
 
 from burstpool.report.svg import element, label, line, path, picture, rect, standalone
 

@@ -17,11 +17,11 @@ from burstpool.share.gpu import Idle
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "sharing"))
 
+import budget_tables
 import cuda
 import measured_rows
 import players
 import sharers
-import tables
 
 
 class Started:
@@ -129,10 +129,10 @@ def test_a_table_of_ways_that_hold_nothing_back_shows_them_all_and_sums_nothing_
     rows = [
         {"foreground": "vgg16:4", "background": "array:16", "way": way, **figures} for way in ("streams", "processes")
     ]
-    heads, _, line = tables.table(rows).splitlines()
+    heads, _, line = budget_tables.table(rows).splitlines()
     assert heads.endswith("| two streams of one priority | two processes |")
     assert line == "| VGG-16, 4 | array of 16 | 2.000, 2.10, 0.40, 0.90 | 2.000, 2.10, 0.40, 0.90 |"
-    assert tables.summary(rows) == []
+    assert budget_tables.summary(rows) == []
 
 
 def test_what_was_measured_for_as_long_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Tables of the GPU benchmark's rows: ours beside MPS at the same slowdown, and how often the budget was held.
 
     python benchmarks/sharing/cuda.py --out rows.json
-    python benchmarks/sharing/tables.py rows.json
+    python benchmarks/sharing/budget_tables.py rows.json
 
 A cell of ours is slowdown, p95, kept; in brackets what MPS keeps at that slowdown: on straight lines between its four
 shares of the threads, and to nothing at a slowdown of 1, although it cannot be held at what lies between. Rows may name
