@@ -266,6 +266,39 @@ def test_a_small_allowance_adds_up_to_a_slice_now_and_then(tmp_path: Path) -> No
     assert not doing._has_credit(Moment.COMPUTING)  # an alone step is alone, whatever was saved up
 
 
+def test_steps_that_pass_during_a_long_slice_pay_for_their_part_of_it_and_save_no_more_than_a_slice(
+    tmp_path: Path,
+) -> None:
+    gate = Gate.create(tmp_path / "gate")
+    doing = GatedDoing(_Silent(), Gate(tmp_path / "gate"))
+    doing._slice_s = 1.0
+    gate.announce(Moment.COMPUTING)
+    gate.allow(allowance(2.0), step=0)
+    assert doing._has_credit(Moment.COMPUTING)
+    for step in (1, 2, 3, 4):  # a checkpoint, say, is written meanwhile
+        gate.allow(allowance(alone=True) if step == 2 else allowance(2.0), step=step)
+    doing._credit[Moment.COMPUTING].spend(7.0)
+    assert doing._has_credit(Moment.COMPUTING)
+    assert doing._credit[Moment.COMPUTING].left_s == pytest.approx(1.0)  # four steps allowed 2 s each
+    for step in range(5, 50):
+        gate.allow(allowance(2.0, math.inf if step < 49 else 2.0), step=step)
+    for moment in (Moment.COMPUTING, Moment.WAITING):
+        assert doing._has_credit(moment)
+        assert doing._credit[moment].left_s == pytest.approx(3.0)  # the last step's, and a slice
+
+
+def test_a_step_that_begins_while_it_is_looked_at_is_paid_for_once(tmp_path: Path) -> None:
+    gate = Gate.create(tmp_path / "gate")
+    doing = GatedDoing(_Silent(), gate)
+    doing._slice_s = 10.0
+    for step in range(4):
+        gate.allow(allowance(0.5), step=step)
+        doing._has_credit(Moment.COMPUTING)
+        doing._foreground_step = -1.0  # what it read before the step's number was written
+        doing._has_credit(Moment.COMPUTING)
+    assert doing._credit[Moment.COMPUTING].left_s == pytest.approx(2.0)
+
+
 def test_before_its_first_step_a_background_does_not_ask(tmp_path: Path) -> None:
     gate = Gate.create(tmp_path / "gate")
     gate.close()

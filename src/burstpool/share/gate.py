@@ -21,14 +21,23 @@ from burstpool.share.budget import Allowance, Moment
 MOMENTS = tuple(Moment)
 """A moment is written as its place here."""
 _KEPT_SLICES = 16384
+_MOST_COUNTED_S = 1000.0
+"""What a step without limit counts for in the sum of what all steps allowed: more than any slice is long."""
 _FREE = Allowance(alone=False, overlapped_s=math.inf, gaps_s=(), waiting_s=math.inf, reducing_s=math.inf)
 
 _MOMENT, _STEP, _OVERLAP, _WAITING, _REDUCING, _IDLE, _LEAVE, _ALONE_S, _RECENT_S = range(9)  # by the foreground's side
-_FREE_BYTES, _TOTAL_BYTES, _AWAY = range(9, 12)
+_FREE_BYTES, _TOTAL_BYTES, _AWAY, _ALL_OVERLAP, _ALL_WAITING, _ALL_REDUCING, _ALL_IDLE = range(9, 16)
 _OVERLAPPED_S, _IN_GAPS_S, _OUTSIDE_S, _STEPS, _NUM_SLICES = range(16, 21)  # by the background
 _BUSY_SINCE, _BUSY_MOMENT, _BUSY_CPU_S, _BUSY_PID, _WAITS, _BY_WALL = range(21, 27)
 _FIRST_SLICE = 32
 _NUMBERS = _FIRST_SLICE + 2 * _KEPT_SLICES
+_ALLOWED: dict[Moment, tuple[int, int]] = {
+    Moment.COMPUTING: (_OVERLAP, _ALL_OVERLAP),
+    Moment.WAITING: (_WAITING, _ALL_WAITING),
+    Moment.REDUCING: (_REDUCING, _ALL_REDUCING),
+    Moment.IDLE: (_IDLE, _ALL_IDLE),
+}
+"""Where it says what a step allows at a moment, and what all steps together did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +118,9 @@ class Gate:
         numbers[_WAITING] = share * allowance.waiting_s
         numbers[_REDUCING] = share * allowance.reducing_s
         numbers[_IDLE] = allowance.during(Moment.IDLE)
-        numbers[_STEP] = step + 1
+        for this, all_steps in _ALLOWED.values():
+            numbers[all_steps] += min(numbers[this], _MOST_COUNTED_S)
+        numbers[_STEP] = step + 1  # last: whoever sees it sees the others
         if not allowance.alone:
             self.wake()
 
@@ -167,8 +178,11 @@ class Gate:
         """What the foreground's step allows at such moments."""
         if self._numbers[_LEAVE] or moment is Moment.ENDED:
             return math.inf
-        place = {Moment.COMPUTING: _OVERLAP, Moment.WAITING: _WAITING, Moment.REDUCING: _REDUCING, Moment.IDLE: _IDLE}
-        return self._numbers[place[moment]]
+        return self._numbers[_ALLOWED[moment][0]]
+
+    def allowed_so_far_s(self, moment: Moment) -> float:
+        """What all steps of the foreground together allowed at such moments, this one included."""
+        return self._numbers[_ALLOWED[moment][1]]
 
     def count_by_wall(self) -> None:
         """The background's work is counted by the clock on the wall: a GPU does it, and no CPU time says how much."""

@@ -74,7 +74,10 @@ class GatedDoing:
         self._inner, self._gate, self._wait_for_device = inner, gate, wait
         self._moment: Moment | None = None
         self._foreground_step = -1.0
-        self._credit = {moment: Credit() for moment in Moment}
+        moments: list[Moment] = [each for each in Moment if each is not Moment.ENDED]  # then all is allowed
+        self._credit = {moment: Credit() for moment in moments}
+        self._seen_s = {moment: gate.allowed_so_far_s(moment) for moment in moments}
+        """What the foreground's steps had allowed when credits were last added to."""
         self._slice_s = 0.0
         self._step = -1
 
@@ -100,7 +103,8 @@ class GatedDoing:
         self._wait_for_device()
         work_s = self._gate.end_slice()
         self._slice_s = work_s if not self._slice_s else self._slice_s + 0.1 * (work_s - self._slice_s)
-        self._credit[self._moment].spend(work_s)
+        if self._moment in self._credit:
+            self._credit[self._moment].spend(work_s)
         self._moment = None
 
     def _wait(self) -> Moment:
@@ -121,8 +125,14 @@ class GatedDoing:
         gate = self._gate
         if gate.step != self._foreground_step:
             self._foreground_step = gate.step
-            for each in (Moment.COMPUTING, Moment.WAITING, Moment.REDUCING, Moment.IDLE):
-                self._credit[each].add(gate.allowed_s(each), piece_s=self._slice_s)
+            for each, credit in self._credit.items():
+                so_far_s = gate.allowed_so_far_s(each)
+                new_s, self._seen_s[each] = so_far_s - self._seen_s[each], so_far_s
+                last_s = min(gate.allowed_s(each), new_s)
+                # Steps that came and went during a slice pay for their part of it; of what they leave, `add` keeps no
+                # more than a slice.
+                credit.add(new_s - last_s, piece_s=self._slice_s)
+                credit.add(last_s, piece_s=self._slice_s)
         allowed_s = gate.allowed_s(moment)
         return allowed_s == float("inf") or (allowed_s > 0 and self._credit[moment].covers(self._slice_s))
 
