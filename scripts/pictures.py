@@ -34,7 +34,7 @@ from burstpool.report.sweep_curves import curves_picture, trial_curves
 from burstpool.report.timeline import Event, Timeline
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
-from burstpool.share.predict import device_gaps
+from burstpool.share.interference.predict import device_gaps
 from burstpool.sweeping.folder import SweepFolder
 from burstpool.sweeping.outcome import sweep_contents
 

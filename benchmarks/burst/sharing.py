@@ -13,8 +13,8 @@ from typing import Protocol
 from burstpool.profiling.profile import Profile
 from burstpool.report.timeline import Event, Timeline
 from burstpool.share.budget import Budget
-from burstpool.share.interference import COMMUNICATION, InterferenceTable, mix_of
-from burstpool.share.predict import all_gaps, predict_sharing
+from burstpool.share.interference.predict import all_gaps, predict_sharing
+from burstpool.share.interference.table import COMMUNICATION, InterferenceTable, mix_of
 
 SLICE_S = 3e-4
 """As `share/cuda.py` cuts them."""

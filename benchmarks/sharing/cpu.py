@@ -33,13 +33,13 @@ from burstpool.run.even import even_plan
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import train
-from burstpool.share.announce import p95
 from burstpool.share.base import Background, ShareRequest
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.cpu import share_on_cpu
-from burstpool.share.gate import Gate
-from burstpool.share.keeper import Keeper
-from burstpool.share.workers import SharingEngine
+from burstpool.share.gates.announce import p95
+from burstpool.share.gates.gate import Gate
+from burstpool.share.gates.keeper import Keeper
+from burstpool.share.gates.workers import SharingEngine
 
 OPTIONS = RunOptions(timeline_steps=0, checkpoint_every=0)
 WARM_UP = 10

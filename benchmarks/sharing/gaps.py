@@ -19,7 +19,7 @@ def gaps_of(which: Which, foreground: Any) -> list[Any]:
     The plan is made for eight times the foreground's batch from the profile measured on this kind of GPU; its device
     with the median gap time is taken, and each of its gaps put where the same share of the step's compute is done.
     """
-    from burstpool.share.gpu import Idle
+    from burstpool.share.gpu.loop import Idle
 
     busy, gaps = gaps_of_plan(which)
     done = list(itertools.accumulate(foreground.steps.piece_times_s))

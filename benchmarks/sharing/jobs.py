@@ -59,9 +59,9 @@ def at_work(which: Which, control: Any, stream: Any, piece_s: float) -> Any:
 
     from burstpool.job import load_job
     from burstpool.run.options import RunOptions
-    from burstpool.share.array_steps import ArrayStep
-    from burstpool.share.at_work import JobAtWork
-    from burstpool.share.graph_steps import GraphStep
+    from burstpool.share.gpu.array_steps import ArrayStep
+    from burstpool.share.gpu.at_work import JobAtWork
+    from burstpool.share.gpu.graph_steps import GraphStep
 
     if which.name == "array":
         settings = {"image_size": 32, "num_classes": 10}
@@ -103,7 +103,7 @@ def prepare() -> None:
 
 def compared(times: Sequence[float], alone_s: float, kept: float) -> dict[str, float]:
     """The figures of one case."""
-    from burstpool.share.announce import p95
+    from burstpool.share.gates.announce import p95
 
     slowdown = statistics.mean(times) / alone_s
     return {

@@ -31,7 +31,7 @@ from traffic import CACHE_BYTES, StepWork, step_work
 
 from burstpool.cluster.catalogue import device_type
 from burstpool.share.budget import Budget
-from burstpool.share.width import Together
+from burstpool.share.gpu.width import Together
 
 DROPPED_STEPS = 21
 """Of the foreground's steps beside ours, those that cuda.py leaves out of `steps`: the first 20, and one between

@@ -23,7 +23,7 @@ MPS_FOLDER = "/tmp/burstpool-mps"
 
 def play(which: Which, pipe: Connection) -> None:
     """Builds the job, then replays it for as long as it is told."""
-    from burstpool.share.gpu import alone_in_a_group, streams
+    from burstpool.share.gpu.loop import alone_in_a_group, streams
 
     prepare()
     with alone_in_a_group() as control:

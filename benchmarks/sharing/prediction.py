@@ -27,8 +27,8 @@ from burstpool.profiling.profile import LayerProfile, Profile
 from burstpool.report.timeline import Event, Timeline
 from burstpool.run.setup import trace_job
 from burstpool.share.budget import Budget
-from burstpool.share.interference import InterferenceTable, mix_of
-from burstpool.share.predict import SharingPrediction, predict_sharing
+from burstpool.share.interference.predict import SharingPrediction, predict_sharing
+from burstpool.share.interference.table import InterferenceTable, mix_of
 
 HERE = Path(__file__).parent
 DEVICE = "H200"

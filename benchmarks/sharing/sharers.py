@@ -25,7 +25,7 @@ LONG_STEP_S = 0.03
 
 def share(which: Which, backgrounds: Sequence[Which], pipe: Connection) -> None:
     """Builds all jobs, then does what it is told; a background that cannot be built fails its own lines only."""
-    from burstpool.share.gpu import alone_in_a_group
+    from burstpool.share.gpu.loop import alone_in_a_group
 
     prepare()
     with alone_in_a_group() as control:
@@ -52,8 +52,8 @@ class Sharing:
     """A foreground and backgrounds in this process, captured once for all lines."""
 
     def __init__(self, which: Which, backgrounds: Sequence[Which], control: Any) -> None:
-        from burstpool.share.gpu import streams
-        from burstpool.share.pieces import piece_length_s
+        from burstpool.share.gpu.loop import streams
+        from burstpool.share.gpu.pieces import piece_length_s
 
         self.which = which
         self.high, self.low = streams(torch.device("cuda", 0))
@@ -88,7 +88,7 @@ class Sharing:
 
     def measure(self, way: str, name: str, budget: float, seconds: float, own_s: float | None) -> dict[str, Any]:
         """A line; `own_s` is a step of the background alone, if it is known better than from here."""
-        from burstpool.share.at_work import BackgroundWork, move
+        from burstpool.share.gpu.at_work import BackgroundWork, move
 
         if name in self.broken:
             return self.broken[name]
@@ -113,9 +113,9 @@ class Sharing:
 
     def cut(self, work: Any, program: Any) -> None:
         """Into pieces as long as the foreground and its gaps want them."""
-        from burstpool.share.at_work import move
-        from burstpool.share.gpu import Idle
-        from burstpool.share.pieces import piece_length_s
+        from burstpool.share.gpu.at_work import move
+        from burstpool.share.gpu.loop import Idle
+        from burstpool.share.gpu.pieces import piece_length_s
 
         gaps_s = [part.length_s for part in program or () if isinstance(part, Idle)]
         piece_s = piece_length_s(self.foreground.steps.alone_s, gaps_s)
@@ -125,8 +125,8 @@ class Sharing:
 
     def on_a_part(self, name: str, budget: float, seconds: float) -> dict[str, Any]:
         """Ours, on the part of the GPU that keeps most; parts are tried once for all budgets."""
-        from burstpool.share.at_work import BackgroundWork
-        from burstpool.share.width import Widths
+        from burstpool.share.gpu.at_work import BackgroundWork
+        from burstpool.share.gpu.width import Widths
 
         work = self.works[name]
         widths = self.widths[name] = self.widths.get(name) or Widths(self.foreground.steps, work.steps)
@@ -142,7 +142,7 @@ class Sharing:
 def ours(foreground: Any, background: Any, budget: float, seconds: float, program: Any) -> dict[str, Any]:
     """Held by the controller, next to the foreground alone before and after."""
     from burstpool.share.budget import Budget
-    from burstpool.share.gpu import Idle, SharedGpu
+    from burstpool.share.gpu.loop import Idle, SharedGpu
 
     def alone() -> list[float]:
         gpu = SharedGpu(foreground, (), Budget(slowdown=budget), program=program)
@@ -215,7 +215,7 @@ def on_plain_stream(work: Any, plain: Any) -> list[Any]:
 
 def free(foreground: Any, work: Any, seconds: float, **unranked: Any) -> dict[str, float]:
     """Two streams, nothing held back."""
-    from burstpool.share.width import together
+    from burstpool.share.gpu.width import together
 
     found = together(foreground.steps, work.steps, seconds=seconds, **unranked)
     return compared(found.step_s[5:], found.alone_s, found.kept)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burstpool.share.gpu import alone_in_a_group
+from burstpool.share.gpu.loop import alone_in_a_group
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from burstpool.job import Job, load_job
 from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.torchrun import Silent
 from burstpool.run.worker import JobSource
-from burstpool.share.at_work import BackgroundWork, JobAtWork
 from burstpool.share.budget import Budget
-from burstpool.share.feeding import Feeder
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
-from burstpool.share.gpu import SharedGpu, streams
-from burstpool.share.graph_steps import GraphStep
+from burstpool.share.gpu.at_work import BackgroundWork, JobAtWork
+from burstpool.share.gpu.feeding import Feeder
+from burstpool.share.gpu.graph_steps import GraphStep
+from burstpool.share.gpu.loop import SharedGpu, streams
 
 STEPS = 120
 

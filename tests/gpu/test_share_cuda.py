@@ -30,16 +30,16 @@ from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import train
-from burstpool.share.at_work import BackgroundWork, move
 from burstpool.share.base import Background, ShareRequest
 from burstpool.share.budget import Budget
 from burstpool.share.cuda import share_on_cuda
-from burstpool.share.gpu import Idle, SharedGpu, streams
-from burstpool.share.gpu_memory import memory_cap
-from burstpool.share.partition import confined_stream
+from burstpool.share.gpu.at_work import BackgroundWork, move
+from burstpool.share.gpu.loop import Idle, SharedGpu, streams
+from burstpool.share.gpu.memory import memory_cap
+from burstpool.share.gpu.partition import confined_stream
+from burstpool.share.gpu.width import PARTS, Widths
 from burstpool.share.preparing import sliced_plan
 from burstpool.share.rehearsal import Rehearsal
-from burstpool.share.width import PARTS, Widths
 
 pytestmark = [
     pytest.mark.gpu,

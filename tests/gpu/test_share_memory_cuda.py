@@ -28,21 +28,21 @@ from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import train
-from burstpool.share.array_steps import ArrayStep
-from burstpool.share.at_work import BackgroundWork, JobAtWork, move
 from burstpool.share.base import Background, ShareOutcome, ShareRequest
 from burstpool.share.budget import Budget
 from burstpool.share.cuda import share_on_cuda
-from burstpool.share.evictions import Evictions, Memory, Stay
-from burstpool.share.feeding import Feeder
-from burstpool.share.gate import Gate
-from burstpool.share.gpu import SharedGpu, streams
-from burstpool.share.keeper import Keeper
-from burstpool.share.moving import give_back
-from burstpool.share.partition import confined_stream
+from burstpool.share.gates.gate import Gate
+from burstpool.share.gates.keeper import Keeper
+from burstpool.share.gpu.array_steps import ArrayStep
+from burstpool.share.gpu.at_work import BackgroundWork, JobAtWork, move
+from burstpool.share.gpu.evictions import Evictions, Memory, Stay
+from burstpool.share.gpu.feeding import Feeder
+from burstpool.share.gpu.loop import SharedGpu, streams
+from burstpool.share.gpu.moving import give_back
+from burstpool.share.gpu.partition import confined_stream
+from burstpool.share.gpu.second_process import SecondProcess
+from burstpool.share.gpu.width import Widths
 from burstpool.share.preparing import sliced_plan
-from burstpool.share.second_process import SecondProcess
-from burstpool.share.width import Widths
 
 pytestmark = [
     pytest.mark.gpu,

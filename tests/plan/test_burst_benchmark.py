@@ -14,7 +14,7 @@ from burstpool.profiling.importers import import_profile
 from burstpool.profiling.profile import Profile
 from burstpool.report.timeline import Event, Timeline
 from burstpool.share.budget import Budget
-from burstpool.share.interference import InterferenceTable, Pair
+from burstpool.share.interference.table import InterferenceTable, Pair
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "burst"
 

@@ -13,7 +13,7 @@ from burstpool.cli.app import app, run
 from burstpool.cli.report import gather, report
 from burstpool.report.html import page
 from burstpool.report.timeline import WHOLE_STEP, Event, Timeline
-from burstpool.share.announce import SHARING, StepLog
+from burstpool.share.gates.announce import SHARING, StepLog
 
 PIECES = ("plan", "profile", "predicted", "measured", "losses", "error")
 

@@ -1,4 +1,4 @@
-"""A GPU that is only a clock: what `share/gpu.py` and `at_work.py` use of `torch.cuda` and `time`, simulated.
+"""A GPU that is only a clock: what `share/gpu/loop.py` and `at_work.py` use of `torch.cuda` and `time`, simulated.
 
 A stream is a queue of work, of events to record and of events to wait for, as on a real one. The device goes on as the
 host's time does; work on a stream with a `cost` takes longer while another stream works. The host's time passes where
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from burstpool.errors import ShareError
-from burstpool.share import at_work, gpu
+from burstpool.share.gpu import at_work, loop
 
 _SLACK_S = 5e-5
 """What Linux lets a thread sleep longer than it asked to."""
@@ -212,12 +212,12 @@ class _Torch:
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, *others: Any) -> Clock:
-    """Has `share/gpu.py`, `share/at_work.py` and other modules run on a clock."""
+    """Has `share/gpu/loop.py`, `share/gpu/at_work.py` and other modules run on a clock."""
     clock = Clock()
-    for module in (at_work, gpu, *others):
+    for module in (at_work, loop, *others):
         monkeypatch.setattr(module, "torch", _Torch(clock))
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(gpu, "waiter", lambda: clock.idle)
+    monkeypatch.setattr(loop, "waiter", lambda: clock.idle)
     return clock
 
 

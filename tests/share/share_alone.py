@@ -14,7 +14,7 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
-from burstpool.share.gpu import alone_in_a_group
+from burstpool.share.gpu.loop import alone_in_a_group
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 

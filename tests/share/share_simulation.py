@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from burstpool.share.announce import StepLog, slowdowns
 from burstpool.share.budget import Controller, Credit, StepTaken
+from burstpool.share.gates.announce import StepLog, slowdowns
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,8 @@ import pytest
 
 from burstpool.errors import CaptureError
 from burstpool.model import cuda_driver
-from burstpool.share.capabilities import Capabilities, capabilities
-from burstpool.share.partition import MADE_WITH
+from burstpool.share.gpu.capabilities import Capabilities, capabilities
+from burstpool.share.gpu.partition import MADE_WITH
 
 
 class Driver:

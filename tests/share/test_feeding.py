@@ -14,7 +14,7 @@ from burstpool.job import Job, load_job
 from burstpool.run.loading import Batch, Batches
 from burstpool.run.order import Position
 from burstpool.run.worker import JobSource
-from burstpool.share.feeding import Feeder
+from burstpool.share.gpu.feeding import Feeder
 
 SOURCE = JobSource(source="zoo:tiny_mlp", settings={})
 

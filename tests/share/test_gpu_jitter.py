@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from fake_cuda import Clock, Event, FakeFeeder, FakeSteps, Stream, Work, fake_cuda, jitter
 
-from burstpool.share.at_work import BackgroundWork, JobAtWork, PieceSpan
 from burstpool.share.budget import Allowance, Budget
-from burstpool.share.gpu import Idle, SharedGpu
-from burstpool.share.launches import Launched, Window
+from burstpool.share.gpu.at_work import BackgroundWork, JobAtWork, PieceSpan
+from burstpool.share.gpu.launches import Launched, Window
+from burstpool.share.gpu.loop import Idle, SharedGpu
 
 STEP_S = 5e-3
 STEPS = 50

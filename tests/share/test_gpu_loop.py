@@ -9,10 +9,10 @@ import pytest
 from fake_cuda import Clock, Event, FakeFeeder, FakeSteps, Stream, Work, fake_cuda
 
 from burstpool.errors import RunError, ShareError
-from burstpool.share.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
 from burstpool.share.budget import Budget, Gap
-from burstpool.share.evictions import Evictions, Memory, Stay
-from burstpool.share.gpu import Idle, SharedGpu, stretches
+from burstpool.share.gpu.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
+from burstpool.share.gpu.evictions import Evictions, Memory, Stay
+from burstpool.share.gpu.loop import Idle, SharedGpu, stretches
 
 STEP_S = 0.01
 BUDGET = Budget(slowdown=1.10)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from burstpool.share.kept import counts_kept
+from burstpool.share.gpu.kept import counts_kept
 
 
 class Counting(torch.optim.Optimizer):

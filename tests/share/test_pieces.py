@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burstpool.model.graph_nodes import sorted_nodes
-from burstpool.share.pieces import cut_after, looked_into, parts_of, piece_length_s
+from burstpool.share.gpu.pieces import cut_after, looked_into, parts_of, piece_length_s
 
 
 def lengths(times: list[float], ends: list[int]) -> list[float]:

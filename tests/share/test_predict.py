@@ -12,7 +12,8 @@ from burstpool.errors import ArtifactError, ShareError
 from burstpool.profiling.profile import LayerProfile, Profile
 from burstpool.report.timeline import Event, Lane, Timeline
 from burstpool.share.budget import Budget, Controller
-from burstpool.share.interference import (
+from burstpool.share.interference.predict import device_gaps, predict_sharing
+from burstpool.share.interference.table import (
     COMMUNICATION,
     KINDS,
     InterferenceTable,
@@ -21,7 +22,6 @@ from burstpool.share.interference import (
     kind_of,
     mix_of,
 )
-from burstpool.share.predict import device_gaps, predict_sharing
 
 
 def event(device: int, lane: Lane, kind: str, start_s: float, stop_s: float) -> Event:
@@ -157,7 +157,7 @@ def test_a_job_without_compute_is_refused() -> None:
 
 @pytest.mark.alone
 def test_interference_measured_on_this_machine_is_a_whole_table() -> None:
-    from burstpool.share.measure_interference import LAYERS, measure_on_cpu
+    from burstpool.share.interference.measure_cpu import LAYERS, measure_on_cpu
 
     assert set(LAYERS) == set(KINDS)
     for window_s in (0.05, 0.25, 0.5):  # other load may fill one that is short, and hardly several

@@ -9,9 +9,9 @@ from fake_cuda import Clock, FakeFeeder, FakeSteps, fake_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burstpool.share.at_work import BackgroundWork, JobAtWork
 from burstpool.share.budget import Budget
-from burstpool.share.gpu import Idle, SharedGpu
+from burstpool.share.gpu.at_work import BackgroundWork, JobAtWork
+from burstpool.share.gpu.loop import Idle, SharedGpu
 from burstpool.share.prices import PieceName, Prices
 
 LENGTH_S, STEP_S = 3e-4, 4e-3

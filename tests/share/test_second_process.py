@@ -11,13 +11,13 @@ import pytest
 from share_alone import JOBS, foreground_plan, losses_alone
 
 from burstpool.run.worker import JobSource
-from burstpool.share.second_process import SecondProcess
+from burstpool.share.gpu.second_process import SecondProcess
 
 
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondProcess]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the workers have it: sums come out the same
-    monkeypatch.setattr("burstpool.share.second_process._LEAVE_S", 300.0)  # none is killed for being slow
+    monkeypatch.setattr("burstpool.share.gpu.second_process._LEAVE_S", 300.0)  # none is killed for being slow
     source = JobSource(source=JOBS, settings={})
     made = SecondProcess("background", source, checkpoints=tmp_path / "checkpoints", device="cpu")
     yield made

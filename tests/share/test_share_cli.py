@@ -24,12 +24,12 @@ from burstpool.run.torchrun import Silent
 from burstpool.run.trainer import InterruptedRun
 from burstpool.run.worker import Task
 from burstpool.schedule.lower import lower
-from burstpool.share.announce import SHARING, StepLog, slowdowns
 from burstpool.share.base import Background, BackgroundOutcome, ShareOutcome, ShareRequest
-from burstpool.share.gate import Gate
-from burstpool.share.gpu import alone_in_a_group
-from burstpool.share.interference import COMMUNICATION, InterferenceTable, Pair
-from burstpool.share.keeper import Keeper
+from burstpool.share.gates.announce import SHARING, StepLog, slowdowns
+from burstpool.share.gates.gate import Gate
+from burstpool.share.gates.keeper import Keeper
+from burstpool.share.gpu.loop import alone_in_a_group
+from burstpool.share.interference.table import COMMUNICATION, InterferenceTable, Pair
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 
@@ -50,7 +50,7 @@ def first_loss() -> float:
 def test_share_says_in_json_what_came_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burstpool.share.keeper._LEAVE_S", 300.0)  # none is killed for being slow
+    monkeypatch.setattr("burstpool.share.gates.keeper._LEAVE_S", 300.0)  # none is killed for being slow
     words = [
         "share",
         JOBS,
@@ -167,7 +167,7 @@ def test_stopped_before_the_foreground_began_nothing_is_left(
         assert gates[0].exists()
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("burstpool.share.workers._started", stopped)
+    monkeypatch.setattr("burstpool.share.gates.workers._started", stopped)
     monkeypatch.chdir(tmp_path)
     assert run(["share", JOBS, "--with", JOBS]) == 130
     assert capsys.readouterr().err == "burstpool: stopped; nothing was trained or written\n"

@@ -24,20 +24,20 @@ from burstpool.run.loading import Batches
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import InterruptedRun
-from burstpool.share.announce import Announcer, Pace, StepLog, p95, slowdowns
 from burstpool.share.base import Background, ShareOutcome, ShareRequest, find, refuse_used
 from burstpool.share.budget import Allowance, Budget, Moment
 from burstpool.share.claim import claimed, gate_folder
 from burstpool.share.cpu import share_on_cpu
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
-from burstpool.share.gate import Gate
-from burstpool.share.gated import GatedDoing
-from burstpool.share.keeper import Keeper
-from burstpool.share.measure_interference import LAYERS, _rates, _run, count_in_window, measure_on_cpu
+from burstpool.share.gates.announce import Announcer, Pace, StepLog, p95, slowdowns
+from burstpool.share.gates.gate import Gate
+from burstpool.share.gates.gated import GatedDoing
+from burstpool.share.gates.keeper import Keeper
+from burstpool.share.gates.on_device import WhenReached
+from burstpool.share.gates.workers import _started
+from burstpool.share.interference.measure_cpu import LAYERS, _rates, _run, count_in_window, measure_on_cpu
 from burstpool.share.memory import MemoryWatch
-from burstpool.share.on_device import WhenReached
 from burstpool.share.preparing import Mistake, Preparing, prepare_work, sliced_plan
-from burstpool.share.workers import _started
 
 pytestmark = pytest.mark.alone
 
@@ -88,7 +88,7 @@ def array_alone(
 def test_foreground_background_and_fused_array_train_as_they_do_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burstpool.share.keeper._LEAVE_S", 300.0)  # none is killed for being slow
+    monkeypatch.setattr("burstpool.share.gates.keeper._LEAVE_S", 300.0)  # none is killed for being slow
     settings = ({"lr": 0.05}, {"lr": 0.01}, {"lr": 0.002})
     found = share(
         tmp_path / "shared",
@@ -163,7 +163,7 @@ def test_the_foreground_waits_for_all_backgrounds_that_hang_together_not_for_one
 ) -> None:
     now_s = [0.0]
     clock = Mock(monotonic=lambda: now_s[0], sleep=lambda s: now_s.__setitem__(0, now_s[0] + 100 * s))
-    monkeypatch.setattr("burstpool.share.workers.time", clock)
+    monkeypatch.setattr("burstpool.share.gates.workers.time", clock)
     done = Mock(steps=0)
     keepers = [Mock(**{"kept.state": "running", "gate.done.return_value": done}) for _ in range(4)]
     assert _started(keepers) == [None] * 4
@@ -424,7 +424,7 @@ def test_work_that_a_gpu_does_is_counted_by_the_wall_and_when_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = _Clock()
-    monkeypatch.setattr("burstpool.share.gate.time", clock)
+    monkeypatch.setattr("burstpool.share.gates.gate.time", clock)
     gate = Gate.create(tmp_path / "gate")
     gate.count_by_wall()
     # What the device still does:
@@ -495,7 +495,7 @@ def test_a_job_that_was_just_starting_when_it_was_asked_to_leave_is_asked_again(
 def test_a_job_that_hangs_when_it_is_asked_to_end_has_failed_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burstpool.share.keeper._LEAVE_S", 0.05)
+    monkeypatch.setattr("burstpool.share.gates.keeper._LEAVE_S", 0.05)
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
     process.start()
 
@@ -601,7 +601,7 @@ def test_gates_of_a_killed_command_go_with_the_next_one_and_those_of_a_live_one_
 
 def test_both_processes_count_within_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock()
-    monkeypatch.setattr("burstpool.share.measure_interference.time", clock)
+    monkeypatch.setattr("burstpool.share.interference.measure_cpu.time", clock)
 
     def layer() -> None:
         clock.pass_by(0.25)

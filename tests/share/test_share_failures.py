@@ -5,8 +5,8 @@ from pathlib import Path
 from share_alone import JOBS, wait_for
 
 from burstpool.share.base import Background
-from burstpool.share.gate import Gate
-from burstpool.share.keeper import Keeper
+from burstpool.share.gates.gate import Gate
+from burstpool.share.gates.keeper import Keeper
 
 
 def test_a_background_that_is_killed_or_allocates_without_end_fails_alone_after_one_restart(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import InterruptedRun, Start
 from burstpool.share import cuda
-from burstpool.share.array_steps import ArrayStep, check_one_batch
 from burstpool.share.base import Background, ShareOutcome, ShareRequest
 from burstpool.share.budget import Budget
-from burstpool.share.evictions import Memory
-from burstpool.share.graph_steps import GraphStep
+from burstpool.share.gpu.array_steps import ArrayStep, check_one_batch
+from burstpool.share.gpu.evictions import Memory
+from burstpool.share.gpu.graph_steps import GraphStep
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 BACK = {"lr": "0.5"}

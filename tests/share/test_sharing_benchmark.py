@@ -12,8 +12,8 @@ import pytest
 import torch
 from fake_cuda import FakeFeeder, FakeSteps, Stream, fake_cuda
 
-from burstpool.share.at_work import BackgroundWork, JobAtWork
-from burstpool.share.gpu import Idle
+from burstpool.share.gpu.at_work import BackgroundWork, JobAtWork
+from burstpool.share.gpu.loop import Idle
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "sharing"))
 

@@ -17,9 +17,9 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
-from burstpool.share.gpu import alone_in_a_group
-from burstpool.share.graph_steps import _Before
-from burstpool.share.moving import Away, collector_at_rest, give_back, or_else, ran_out
+from burstpool.share.gpu.graph_steps import _Before
+from burstpool.share.gpu.loop import alone_in_a_group
+from burstpool.share.gpu.moving import Away, collector_at_rest, give_back, or_else, ran_out
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 

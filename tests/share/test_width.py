@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from burstpool.errors import CaptureError
-from burstpool.share import width
-from burstpool.share.capabilities import Capabilities
-from burstpool.share.width import PARTS, Together, Widths, best_width, digest
+from burstpool.share.gpu import width
+from burstpool.share.gpu.capabilities import Capabilities
+from burstpool.share.gpu.width import PARTS, Together, Widths, best_width, digest
 
 
 def tried(slowdown: float, kept: float) -> Together:

@@ -15,7 +15,7 @@ from burstpool.cli.progress import progress_bar
 from burstpool.errors import RunError, ShareError
 
 if TYPE_CHECKING:
-    from burstpool.share.interference import InterferenceTable
+    from burstpool.share.interference.table import InterferenceTable
 
 
 def interference(
@@ -42,13 +42,13 @@ def interference(
 
 def _measured(device: str, window_s: float | None, progress: Any) -> "InterferenceTable":
     if device == "cpu":
-        from burstpool.share.measure_interference import measure_on_cpu
+        from burstpool.share.interference.measure_cpu import measure_on_cpu
 
         return measure_on_cpu(window_s=window_s or 0.25, progress=progress)
     import torch
 
     if not torch.cuda.is_available():
         raise RunError("there is no CUDA device here; pass --device cpu")
-    from burstpool.share.measure_interference_cuda import measure_on_cuda
+    from burstpool.share.interference.measure_cuda import measure_on_cuda
 
     return measure_on_cuda(window_s=window_s or 0.06, progress=progress)

@@ -78,7 +78,7 @@ def share(
     from burstpool.run.trainer import InterruptedRun
     from burstpool.share.base import ShareRequest, find
     from burstpool.share.budget import Budget
-    from burstpool.share.interference import InterferenceTable
+    from burstpool.share.interference.table import InterferenceTable
 
     if not backgrounds:
         raise ShareError("say what to train beside it: --with job.py, once or more")
@@ -163,7 +163,7 @@ def known_gaps(plan: "Plan", inputs: "PlanInputs | None") -> "tuple[Gap, ...]":
         return (Gap(length_s=0.0),)
     from burstpool.schedule.lower import lower
     from burstpool.schedule.simulate import simulate
-    from burstpool.share.predict import device_gaps
+    from burstpool.share.interference.predict import device_gaps
 
     flow = inputs.dataflow(plan)
     timeline = simulate(lower(plan, flow), inputs.cost(), flow)

@@ -29,8 +29,8 @@ from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate as simulate_schedule
 from burstpool.schedule.validate import validate
 from burstpool.share.budget import Budget
-from burstpool.share.interference import InterferenceTable, mix_of
-from burstpool.share.predict import SharingPrediction, predict_sharing
+from burstpool.share.interference.predict import SharingPrediction, predict_sharing
+from burstpool.share.interference.table import InterferenceTable, mix_of
 
 _MOST_SPANS = 2_000_000
 """Of a timeline: about a GiB."""

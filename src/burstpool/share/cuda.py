@@ -1,9 +1,9 @@
 """Sharing one GPU, from the request to the outcome: sets the jobs up, runs them, keeps what they have learnt.
 
 The foreground's step is captured as CUDA graphs on a stream of high priority; background jobs are cut into short graphs
-on one of low priority (`gpu.py`), or run as a process of their own where they cannot be captured. The process that
+on one of low priority (`gpu/loop.py`), or run as a process of their own where they cannot be captured. The process that
 calls this drives the GPU. Under a plan of several devices each has a worker, and its background a process, as on CPUs
-(`workers.py`): a process that drives a GPU for two jobs would have to be a worker of the plan too.
+(`gates/`): a process that drives a GPU for two jobs would have to be a worker of the plan too.
 """
 
 import contextlib
@@ -26,9 +26,6 @@ from burstpool.run.folder import RunFolder, StepLoss
 from burstpool.run.options import RunOptions
 from burstpool.run.trainer import InterruptedRun, counted_interrupts
 from burstpool.run.worker import JobSource
-from burstpool.share.announce import SHARING, StepLog, slowdowns
-from burstpool.share.array_steps import ArrayStep
-from burstpool.share.at_work import BackgroundWork, Filler, JobAtWork, in_a_line, move
 from burstpool.share.base import (
     Background,
     BackgroundOutcome,
@@ -37,22 +34,25 @@ from burstpool.share.base import (
     ShareRequest,
     refuse_fp16,
 )
-from burstpool.share.capabilities import capabilities
 from burstpool.share.claim import claimed, terminable
-from burstpool.share.evictions import Evictions, Stay
-from burstpool.share.feeding import Feeder
-from burstpool.share.gpu import SharedGpu, alone_in_a_group, streams
-from burstpool.share.gpu_memory import MemoryOf, memory_cap
-from burstpool.share.gpu_timeline import timeline_of
-from burstpool.share.graph_steps import GraphStep
-from burstpool.share.moving import give_back
-from burstpool.share.pieces import piece_length_s
+from burstpool.share.gates.announce import SHARING, StepLog, slowdowns
+from burstpool.share.gates.workers import share_among_workers
+from burstpool.share.gpu.array_steps import ArrayStep
+from burstpool.share.gpu.at_work import BackgroundWork, Filler, JobAtWork, in_a_line, move
+from burstpool.share.gpu.capabilities import capabilities
+from burstpool.share.gpu.evictions import Evictions, Stay
+from burstpool.share.gpu.feeding import Feeder
+from burstpool.share.gpu.graph_steps import GraphStep
+from burstpool.share.gpu.loop import SharedGpu, alone_in_a_group, streams
+from burstpool.share.gpu.memory import MemoryOf, memory_cap
+from burstpool.share.gpu.moving import give_back
+from burstpool.share.gpu.pieces import piece_length_s
+from burstpool.share.gpu.second_process import SecondProcess
+from burstpool.share.gpu.timeline import timeline_of
+from burstpool.share.gpu.width import Widths
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.rehearsal import Rehearsal
 from burstpool.share.room import RESERVE
-from burstpool.share.second_process import SecondProcess
-from burstpool.share.width import Widths
-from burstpool.share.workers import share_among_workers
 
 _LOG = logging.getLogger(__name__)
 _VIEW_S = 0.5

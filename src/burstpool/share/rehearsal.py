@@ -15,8 +15,8 @@ from burstpool.fusion.array import FusedArray
 from burstpool.job import Job, load_jobs
 from burstpool.limits import available_bytes
 from burstpool.run.setup import trace_job
+from burstpool.share.background_process import cap_memory
 from burstpool.share.base import Background
-from burstpool.share.gated import cap_memory
 from burstpool.share.memory import reserve_bytes
 from burstpool.share.preparing import LOADING, TRACING
 

@@ -31,8 +31,8 @@ from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.run.worker import JobSource
 from burstpool.schedule.lower import lower
-from burstpool.share.evictions import Where
-from burstpool.share.gpu import alone_in_a_group
+from burstpool.share.gpu.evictions import Where
+from burstpool.share.gpu.loop import alone_in_a_group
 
 _WARM_UP_STEPS = 3
 _CALIBRATION_STEPS = 5

@@ -20,7 +20,7 @@ Wait = Callable[[float], object]
 def waiter() -> Wait:
     """How to wait here."""
     try:
-        from burstpool.share.clock_kernel import wait
+        from burstpool.share.gpu.clock_kernel import wait
 
         wait(1e-6)
     except Exception as error:  # no Triton, or no compiler for what it generates

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from burstpool.errors import ShareError
 from burstpool.report.timeline import Timeline
 from burstpool.share.budget import Budget, Gap
-from burstpool.share.interference import InterferenceTable
+from burstpool.share.interference.table import InterferenceTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

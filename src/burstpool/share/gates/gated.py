@@ -6,18 +6,15 @@ as it would alone. Its memory is capped, and it is what the kernel ends first wh
 over when the device has done it, and the cap is on the GPU's memory.
 """
 
-import contextlib
-import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from burstpool.engine.base import Doing, Place, phrase
+from burstpool.share.background_process import cap_memory, take_lowest_priority
 from burstpool.share.budget import Credit, Moment
-from burstpool.share.gate import Gate
+from burstpool.share.gates.gate import Gate
 
 _PATIENCE_S = 1.0
 """How often a process that waits says so, lest it be taken for one that hangs."""
@@ -135,24 +132,3 @@ class GatedDoing:
                 credit.add(last_s, piece_s=self._slice_s)
         allowed_s = gate.allowed_s(moment)
         return allowed_s == float("inf") or (allowed_s > 0 and self._credit[moment].covers(self._slice_s))
-
-
-def take_lowest_priority() -> None:
-    """Runs only when nothing else wants to, and is what the kernel ends first when memory runs out."""
-    with contextlib.suppress(OSError):
-        os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-
-
-def cap_memory(num_bytes: int) -> None:
-    """Has allocations beyond so much more than now fail in this process, where the system can."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return
-    line = next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmData:"))
-    limit = int(line.split()[1]) * 1024 + num_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -2,7 +2,7 @@
 
 What a step is made of is `Steps` (`graph_steps.py`, `array_steps.py`), where samples come from is `feeding.py`; here
 they become a job that hands out one piece after the other, can leave the GPU and come back, and goes bad alone. The
-loop that starts pieces is `gpu.py`.
+loop that starts pieces is `loop.py`.
 """
 
 import collections
@@ -16,10 +16,10 @@ import torch
 
 from burstpool.errors import ShareError
 from burstpool.run.loading import Batch
-from burstpool.share.evictions import Evictable, Where
-from burstpool.share.feeding import Feeder
-from burstpool.share.moving import give_back
-from burstpool.share.pieces import Piece
+from burstpool.share.gpu.evictions import Evictable, Where
+from burstpool.share.gpu.feeding import Feeder
+from burstpool.share.gpu.moving import give_back
+from burstpool.share.gpu.pieces import Piece
 
 MOST_RESTARTS = 3
 """How often a background job's loading may fail without a step in between."""

@@ -28,14 +28,14 @@ from burstpool.run.outcome import Result
 from burstpool.run.progress import Progress
 from burstpool.run.trainer import run_prepared
 from burstpool.schedule.actions import Kind
-from burstpool.share.announce import SHARING, Announcer, Pace, StepLog, slowdowns
 from burstpool.share.base import BACKGROUND, BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_fp16
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.claim import claimed, gate_folder, terminable
-from burstpool.share.gate import Gate
-from burstpool.share.keeper import Keeper
+from burstpool.share.gates.announce import SHARING, Announcer, Pace, StepLog, slowdowns
+from burstpool.share.gates.gate import Gate
+from burstpool.share.gates.keeper import Keeper
+from burstpool.share.gates.on_device import WhenReached, cuda_mark
 from burstpool.share.memory import MemoryWatch, reserve_bytes
-from burstpool.share.on_device import WhenReached, cuda_mark
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.room import FLOOR
 

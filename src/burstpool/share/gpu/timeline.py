@@ -1,7 +1,7 @@
 """What ran when on a shared GPU: the last steps of the foreground, and the background's pieces, as a Timeline."""
 
 from burstpool.report.timeline import WHOLE_STEP, Event, Timeline
-from burstpool.share.gpu import SharedGpu
+from burstpool.share.gpu.loop import SharedGpu
 
 
 def timeline_of(gpu: SharedGpu, steps: int) -> Timeline | None:

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 
 from burstpool.errors import CaptureError
-from burstpool.share.at_work import Steps, in_a_line, move, recorded
-from burstpool.share.capabilities import capabilities
-from burstpool.share.partition import confined_stream
-from burstpool.share.pieces import Piece
+from burstpool.share.gpu.at_work import Steps, in_a_line, move, recorded
+from burstpool.share.gpu.capabilities import capabilities
+from burstpool.share.gpu.partition import confined_stream
+from burstpool.share.gpu.pieces import Piece
 
 _LOG = logging.getLogger(__name__)
 PARTS = (0.75, 0.6, 0.5, 0.4, 0.3, 0.2)

@@ -25,7 +25,7 @@ from burstpool.job import Job
 from burstpool.run.loading import Batch, Batches
 from burstpool.run.order import Position
 from burstpool.run.worker import JobSource
-from burstpool.share.gated import cap_memory
+from burstpool.share.background_process import cap_memory
 
 _PLACES = 3
 """Batches that may be loaded ahead."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from burstpool.errors import CaptureError
 from burstpool.model.cuda_driver import call, check_has
-from burstpool.share.partition import MADE_WITH, whole_device
+from burstpool.share.gpu.partition import MADE_WITH, whole_device
 
 _MPS_ENABLED = 133
 """The driver's `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`: contexts on the device are an MPS server's."""

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from burstpool.errors import ShareError
-from burstpool.share.gated import take_lowest_priority
-from burstpool.share.interference import COMMUNICATION, KINDS, InterferenceTable, Pair
+from burstpool.share.background_process import take_lowest_priority
+from burstpool.share.interference.table import COMMUNICATION, KINDS, InterferenceTable, Pair
 
 _LEAD_S = 0.02
 """Between being told and starting, so that both have been told."""

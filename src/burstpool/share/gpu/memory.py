@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from burstpool.errors import ShareError
-from burstpool.share.evictions import Memory
-from burstpool.share.moving import give_back
+from burstpool.share.gpu.evictions import Memory
+from burstpool.share.gpu.moving import give_back
 
 
 class MemoryOf:

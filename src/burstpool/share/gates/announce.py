@@ -20,7 +20,7 @@ from typing import Any
 from burstpool.artifact import json_line
 from burstpool.engine.base import Doing
 from burstpool.share.budget import Budget, Controller, Gap, Moment, StepTaken
-from burstpool.share.gate import MOMENTS, Gate
+from burstpool.share.gates.gate import MOMENTS, Gate
 
 SHARING = "sharing.json"
 """What each step of the foreground was, in its run folder: a `StepLog`."""

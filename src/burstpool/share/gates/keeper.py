@@ -26,8 +26,8 @@ from burstpool.run.trainer import InterruptedRun, resumed, run_prepared
 from burstpool.run.worker import Task
 from burstpool.share.base import Background
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
-from burstpool.share.gate import Gate
-from burstpool.share.gated import GatedTask, gated_work
+from burstpool.share.gates.gate import Gate
+from burstpool.share.gates.gated import GatedTask, gated_work
 from burstpool.share.preparing import Mistake, Preparing, prepare_work
 
 _LOG = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ Takes what a step allows, from the controller, and the events at which its stret
 starts pieces behind these, of the job in turn that has got least. Says, after a step, what ran in it. What is started
 is bound by three things:
 
-    credit   what the step allows, beside compute by each piece's own price (`prices.py`), in gaps by its length
+    credit   what the step allows, beside compute by each piece's own price (`share/prices.py`), in gaps by its length
     room     the length of the stretch or gap: more would run on into what follows, and be late for all that comes then
     queue    what a stream's queue holds, and samples that are there; the rest is started as pieces end and samples
              come, or never if its window, the stretch or the gap, is over by then
@@ -14,7 +14,7 @@ that of the gaps, and last beyond the first ones: pieces that were meant for a g
 
 Time passes between any two lines here, and pieces end meanwhile: what must agree is asked once.
 
-Ignores what the foreground does: `gpu.py` runs it, and tells the controller.
+Ignores what the foreground does: `loop.py` runs it, and tells the controller.
 """
 
 import collections
@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from burstpool.share.at_work import Filler, Marker, PieceSpan
 from burstpool.share.budget import Allowance, Controller, Credit, StepTaken
+from burstpool.share.gpu.at_work import Filler, Marker, PieceSpan
 from burstpool.share.prices import PieceName, Prices
 
 _IN_FLIGHT = 2

@@ -26,9 +26,9 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
-from burstpool.share.kept import counts_kept, kept
-from burstpool.share.moving import Away, give_back, or_else, ran_out
-from burstpool.share.pieces import CutGraph, Cuts, Piece
+from burstpool.share.gpu.kept import counts_kept, kept
+from burstpool.share.gpu.moving import Away, give_back, or_else, ran_out
+from burstpool.share.gpu.pieces import CutGraph, Cuts, Piece
 
 _REPEATS = 6
 """Replays of the whole step when its pieces are timed."""

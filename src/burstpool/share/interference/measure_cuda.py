@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from burstpool.share.gpu import streams
-from burstpool.share.interference import COMMUNICATION, KINDS, InterferenceTable, Pair
-from burstpool.share.measure_interference import Attention, trained
+from burstpool.share.gpu.loop import streams
+from burstpool.share.interference.measure_cpu import Attention, trained
+from burstpool.share.interference.table import COMMUNICATION, KINDS, InterferenceTable, Pair
 
 _GRAPH_S = 1e-3
 """About how long a graph is made."""

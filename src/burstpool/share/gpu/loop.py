@@ -10,7 +10,7 @@ Everything is launched by one thread of one process, in this order for each step
 
 The GPU always has a step queued, so nothing of 2 and 3 stands between two steps, and the device itself, not a thread,
 starts background work at the right moment. No lock is shared with anybody: samples of all jobs are loaded by processes
-of their own (`feeding.py`). What a piece costs the foreground is not assumed but measured (`budget.py`).
+of their own (`feeding.py`). What a piece costs the foreground is not assumed but measured (`share/budget.py`).
 
 A background job whose samples fail is restarted or ended alone; its state lives in memory that was taken before the
 foreground's first shared step and never grows. Where the foreground comes to need that memory, the job goes to the
@@ -32,7 +32,8 @@ import torch.distributed as dist
 from burstpool.errors import RunError, ShareError
 from burstpool.run.loading import Batch
 from burstpool.run.losses import not_finite
-from burstpool.share.at_work import (
+from burstpool.share.budget import Allowance, Budget, Controller, Gap, StepTaken
+from burstpool.share.gpu.at_work import (
     FEED_TIMEOUT_S,
     MOST_RESTARTS,
     NAP_S,
@@ -42,11 +43,10 @@ from burstpool.share.at_work import (
     in_a_line,
     recorded,
 )
-from burstpool.share.budget import Allowance, Budget, Controller, Gap, StepTaken
-from burstpool.share.evictions import Evictions
-from burstpool.share.launches import Launches, Window, Work
-from burstpool.share.moving import collector_at_rest
-from burstpool.share.waiting import waiter
+from burstpool.share.gpu.evictions import Evictions
+from burstpool.share.gpu.launches import Launches, Window, Work
+from burstpool.share.gpu.moving import collector_at_rest
+from burstpool.share.gpu.waiting import waiter
 
 _LEAST_PAUSE_S = 1e-4
 """What is shorter is the device's own way from one step to the next."""

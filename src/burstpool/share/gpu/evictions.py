@@ -1,4 +1,4 @@
-"""Evictions: has background jobs leave a GPU's memory, and come back, as `room.py` decides.
+"""Evictions: has background jobs leave a GPU's memory, and come back, as `share/room.py` decides.
 
 Called between two steps of the foreground, by the thread that launches them: what a job does to leave or to come back
 holds that thread up, and the foreground with it. So it happens rarely, and how long it takes is told to whoever asks.

@@ -26,10 +26,10 @@ from burstpool.model.recording import recording
 from burstpool.run.graphs import WARM_UP_STEPS
 from burstpool.run.known_data import KnownData
 from burstpool.run.loading import Batch
-from burstpool.share.graph_steps import times_of_pieces, times_of_steps
-from burstpool.share.kept import kept
-from burstpool.share.moving import Away, give_back, or_else, ran_out
-from burstpool.share.pieces import CutGraph, Cuts, Piece
+from burstpool.share.gpu.graph_steps import times_of_pieces, times_of_steps
+from burstpool.share.gpu.kept import kept
+from burstpool.share.gpu.moving import Away, give_back, or_else, ran_out
+from burstpool.share.gpu.pieces import CutGraph, Cuts, Piece
 
 
 def check_one_batch(jobs: Sequence[Job]) -> None:

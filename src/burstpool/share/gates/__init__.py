@@ -1,0 +1,1 @@
+"""Background jobs in processes of their own, behind gates that the foreground holds: CPUs, and several GPUs."""
