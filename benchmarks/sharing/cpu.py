@@ -31,6 +31,7 @@ from burstpool.job import load_job
 from burstpool.plan.plan import Plan
 from burstpool.run.even import even_plan
 from burstpool.run.options import RunOptions
+from burstpool.run.progress import Observer, Progress
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import train
 from burstpool.share.base import Background, ShareRequest
@@ -45,11 +46,13 @@ OPTIONS = RunOptions(timeline_steps=0, checkpoint_every=0)
 WARM_UP = 10
 
 
-def steps_alone(arguments: argparse.Namespace, plan: Plan, folder: Path, engine: Any = None) -> list[float]:
+def steps_alone(
+    arguments: argparse.Namespace, plan: Plan, folder: Path, engine: Any = None, observer: Observer | None = None
+) -> list[float]:
     """Seconds of each step, warmed up."""
     result = train(
         arguments.foreground, plan, steps=arguments.steps, run_folder=folder, options=OPTIONS, engine=engine,
-        settings=dict(pair.split("=") for pair in arguments.set),
+        settings=dict(pair.split("=") for pair in arguments.set), observer=observer,
     )  # fmt: skip
     return [loss.step_time_s for loss in result.losses][WARM_UP:]
 
@@ -94,9 +97,15 @@ def ungated(arguments: argparse.Namespace, plan: Plan, chosen: list[Background],
     before = steps_alone(arguments, plan, folder / "before")
     with running(chosen, folder) as keepers:
         alone = rate(keepers, 2.0)
-        counted, begun_s = sum(k.gate.done().steps for k in keepers), time.monotonic()
-        shared = steps_alone(arguments, plan, folder / "shared")
-        kept = (sum(k.gate.done().steps for k in keepers) - counted) / (time.monotonic() - begun_s) / alone
+        seen: list[tuple[float, int]] = []  # while the foreground trains, and neither starts nor ends
+
+        def observe(progress: Progress) -> None:
+            if progress.step >= WARM_UP:
+                seen.append((time.monotonic(), sum(k.gate.done().steps for k in keepers)))
+
+        shared = steps_alone(arguments, plan, folder / "shared", observer=observe)
+        (begun_s, counted), (ended_s, count) = seen[0], seen[-1]
+        kept = (count - counted) / (ended_s - begun_s) / alone
     base = before + steps_alone(arguments, plan, folder / "after")
     base_s = sum(base) / len(base)
     return {
