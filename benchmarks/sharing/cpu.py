@@ -8,8 +8,8 @@ Ways: `two processes`, both of one priority; `niced`, the background at the lowe
 by the controller at budget B and at the lowest priority; `controller B`, gated only; `no background`, sharing on with a
 gate at which nobody waits, for its overhead.
 Slowdowns are over steps alone: of ours those that ran alone in between, of the others a run alone before and one after,
-since this machine drifts. One step in 25 to 90 of ours runs alone, so that their p95 is known from some thousand steps
-on: a minute's lines have them. Prints one JSON line a way.
+since this machine drifts; `beside_runs` is ours over such runs. One step in 25 to 90 of ours runs alone, so that their
+p95 is known from some thousand steps on: a minute's lines have them. Prints one JSON line a way.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from burstpool.run.trainer import train
 from burstpool.share.base import Background, ShareRequest
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.cpu import share_on_cpu
-from burstpool.share.gates.announce import p95
+from burstpool.share.gates.announce import SHARING, StepLog, p95
 from burstpool.share.gates.gate import Gate
 from burstpool.share.gates.keeper import Keeper
 from burstpool.share.gates.workers import SharingEngine
@@ -119,7 +119,8 @@ def ungated(arguments: argparse.Namespace, plan: Plan, chosen: list[Background],
 def ours(
     arguments: argparse.Namespace, plan: Plan, chosen: list[Background], budget: float, folder: Path
 ) -> dict[str, Any]:
-    """Gated."""
+    """Gated; also beside runs alone, as the others: a step alone between shared ones may be unlike one of those."""
+    before = steps_alone(arguments, plan, folder / "before")
     found = share_on_cpu(
         ShareRequest(
             foreground=arguments.foreground,
@@ -133,10 +134,17 @@ def ours(
             gaps=(Gap(length_s=0.0),) if len(plan.devices) > 1 else (),
         )
     )
+    log = StepLog.load(folder / "run" / SHARING)
+    shared = log.times_s[log.alone.index(False) :] if False in log.alone else []
+    base = before + steps_alone(arguments, plan, folder / "after")
+    base_s = sum(base) / len(base)
     return {
         "slowdown": found.slowdown,
         "slowdown_p95": found.slowdown_p95,
         "alone_p95": found.alone_p95,
+        "beside_runs": sum(shared) / len(shared) / base_s if shared else None,
+        "beside_runs_p95": p95(shared) / base_s if shared else None,
+        "runs_p95": p95(base) / base_s,
         "kept": found.background_kept,
     }
 

@@ -157,6 +157,18 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
         train(small_job(lr=1e30), 1, steps=STEPS, run_folder=tmp_path / "run", options=OPTIONS)
 
 
+def test_a_script_that_trains_as_it_is_imported_is_told_where_to_do_so(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(
+        f"from burstpool.run.trainer import train\ntrain('zoo:tiny_mlp', 1, steps=3, run_folder={str(folder)!r})\n"
+    )
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120)
+    first, *others = found.stderr.splitlines()
+    assert first == "burstpool: each worker imports your script; put what it does under `if __name__ == \"__main__\":`"
+    assert others[-1].endswith("RunError: rank 0 ended with exit status 2; it was starting")
+    assert found.stderr.count("Traceback") == 1  # the script's own
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_writes_a_checkpoint_and_leaves_no_process(number: int, tmp_path: Path) -> None:
     script = (

@@ -33,6 +33,7 @@ _GRACE_S = 2.0
 for whom they waited, the starting process waits."""
 _END_S = 5.0
 """How long a worker whose pipe has ended may take to die."""
+_UNGUARDED = "each worker imports your script; put what it does under `if __name__ == \"__main__\":`"
 _STEP = struct.Struct("q")
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT = threading.Lock()
@@ -65,6 +66,13 @@ class SharedDoing:
         return ", ".join(part for part in (f"in step {step - 1}" if step else "", words) if part) or "starting"
 
 
+def refuse_while_imported() -> None:
+    """Ends a worker that imports the script which started it, where that would start workers as it is imported."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself finds out
+        sys.stderr.write(f"burstpool: {_UNGUARDED}\n")
+        raise SystemExit(2)
+
+
 class LocalEngine:
     """Processes on this machine."""
 
@@ -76,6 +84,7 @@ class LocalEngine:
         self, work: Callable[[Place, Any], Any], task: Any, *, num_workers: int, silence_s: float
     ) -> "LocalWorkers":
         """Starts them all; raises what pickling raises, with no process left."""
+        refuse_while_imported()
         workers = LocalWorkers(num_workers, silence_s=silence_s)
         try:
             with _environment({} if self._threads is None else {"OMP_NUM_THREADS": str(self._threads)}):

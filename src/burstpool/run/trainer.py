@@ -27,7 +27,7 @@ from burstpool.artifact import write_whole
 from burstpool.cluster.detect import check_workers
 from burstpool.engine.base import Engine, Workers
 from burstpool.engine.failure import WorkerError
-from burstpool.engine.local import LocalEngine
+from burstpool.engine.local import LocalEngine, refuse_while_imported
 from burstpool.errors import ArtifactError, JobError, RunError
 from burstpool.job import Job, as_recorded, from_anywhere, load_job
 from burstpool.plan.inputs import PlanInputs
@@ -115,6 +115,7 @@ def prepare(
     inputs: PlanInputs | None = None,
 ) -> "tuple[Task, Start]":
     """Writes the run folder that `train` would, and starts nothing; its arguments are those of `train`."""
+    refuse_while_imported()
     options = options or RunOptions()
     source = JobSource(source=job, settings=dict(settings or {})) if isinstance(job, str) else None
     loaded = job if isinstance(job, Job) else load_job(job, settings)

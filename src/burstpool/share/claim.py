@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from burstpool.engine.local import refuse_while_imported
 from burstpool.share.base import refuse_used
 
 _PREFIX, _OWNER = "burstpool-share-", "owner"
@@ -22,6 +23,7 @@ _PREFIX, _OWNER = "burstpool-share-", "owner"
 @contextmanager
 def claimed(folder: Path) -> Iterator[Callable[[], None]]:
     """Refuses a used folder; yields what is to be called when the foreground begins, from where on all is kept."""
+    refuse_while_imported()
     refuse_used(folder)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     before = set(folder.iterdir()) if folder.is_dir() else set()
