@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SLOWDOWN = 1.20
 """Of the foreground: more than the usual 1.10, as four workers on few cores disturb each other by themselves."""
-_TIMES_AS_LONG = 3
+_TIMES_AS_LONG = 10
 """As the runs before: the controller first measures the foreground alone."""
 SWEPT = "zoo:tiny_mlp lr=0.3,0.1,0.03,0.01 seed=0,1,2,3"
 
