@@ -164,7 +164,7 @@ def test_a_script_that_trains_as_it_is_imported_is_told_where_to_do_so(tmp_path:
     )
     found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120)
     first, *others = found.stderr.splitlines()
-    assert first == "burstpool: each worker imports your script; put what it does under `if __name__ == \"__main__\":`"
+    assert first == 'burstpool: each worker imports your script; put what it does under `if __name__ == "__main__":`'
     assert others[-1].endswith("RunError: rank 0 ended with exit status 2; it was starting")
     assert found.stderr.count("Traceback") == 1  # the script's own
 

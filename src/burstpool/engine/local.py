@@ -33,7 +33,7 @@ _GRACE_S = 2.0
 for whom they waited, the starting process waits."""
 _END_S = 5.0
 """How long a worker whose pipe has ended may take to die."""
-_UNGUARDED = "each worker imports your script; put what it does under `if __name__ == \"__main__\":`"
+_UNGUARDED = 'each worker imports your script; put what it does under `if __name__ == "__main__":`'
 _STEP = struct.Struct("q")
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT = threading.Lock()
