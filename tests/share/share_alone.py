@@ -1,4 +1,4 @@
-"""What sharing is compared with: the same jobs without company; and waiting for what processes do."""
+"""A share of test jobs on CPU workers, what it is compared with (the same jobs without company), and waiting for it."""
 
 import time
 from collections.abc import Callable
@@ -14,14 +14,33 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
+from burstpool.share.base import Background, ShareOutcome, ShareRequest
+from burstpool.share.budget import Budget
+from burstpool.share.cpu import share_on_cpu
 from burstpool.share.gpu.loop import alone_in_a_group
 
+OPTIONS = RunOptions(timeout_s=60, timeline_steps=10)
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 
 
 def foreground_plan(*, devices: int) -> Plan:
     job = load_job(JOBS)
     return even_plan(trace_job(job).graph, num_devices=devices, batch=job.batch, name="foreground")
+
+
+def share(folder: Path, *backgrounds: Background, devices: int, steps: int) -> ShareOutcome:
+    return share_on_cpu(
+        ShareRequest(
+            foreground=JOBS,
+            settings={},
+            plan=foreground_plan(devices=devices),
+            steps=steps,
+            backgrounds=backgrounds,
+            budget=Budget(slowdown=1.5),
+            options=OPTIONS,
+            run_folder=folder,
+        )
+    )
 
 
 def losses_alone(plan: Plan, *, steps: int, **settings: Any) -> list[float]:
