@@ -104,8 +104,10 @@ def ungated(arguments: argparse.Namespace, plan: Plan, chosen: list[Background],
                 seen.append((time.monotonic(), sum(k.gate.done().steps for k in keepers)))
 
         shared = steps_alone(arguments, plan, folder / "shared", observer=observe)
-        (begun_s, counted), (ended_s, count) = seen[0], seen[-1]
-        kept = (count - counted) / (ended_s - begun_s) / alone
+        kept = None  # of a run too short to be seen twice
+        if len(seen) > 1:
+            (begun_s, counted), (ended_s, count) = seen[0], seen[-1]
+            kept = (count - counted) / (ended_s - begun_s) / alone
     base = before + steps_alone(arguments, plan, folder / "after")
     base_s = sum(base) / len(base)
     return {
