@@ -26,6 +26,8 @@ class Simulated:
     gap_cost: float = 0.01
     slice_s: float = 0.0
     """0 for work that can be cut anywhere."""
+    is_away: Callable[[int], bool] = lambda step: False
+    """Whether the background does not come to a step, whatever that allows."""
     seed: int = 0
     slowdowns: list[float] = field(default_factory=list)
     """Of each step over what steps take alone on average, at the time."""
@@ -41,6 +43,8 @@ class Simulated:
             allowance = controller.allowance
             overlapped_s = self._whole(overlap, allowance.overlapped_s, allowance.alone)
             in_gaps_s = self._whole(gap, sum(allowance.gaps_s), allowance.alone)
+            if self.is_away(step):
+                overlapped_s = in_gaps_s = 0.0
             alone_s = self.alone_s(step) * sum(self.kinds) / len(self.kinds)
             kind = self.kinds[step % len(self.kinds)] * len(self.kinds) / sum(self.kinds)
             added_s = self.cost(step) * overlapped_s * (10 if draw.random() < self.heavy else 1)

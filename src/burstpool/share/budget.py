@@ -15,7 +15,8 @@ A cost is what a second of background work adds to the foreground, measured. The
 with no background at all: some at first, then one in about 25, at distances with which they meet all steps of a period
 of the foreground. They cost nothing: the others may spend what an alone step leaves. Where nobody can, as the budget
 holds no one back, they are four times as rare. When steps are not what the costs predict, three or more alone steps in
-a row tell whether the foreground has changed or the interference has.
+a row tell whether the foreground has changed or the interference has. Where nobody comes for long, only those steps
+are looked at that were meant to be alone.
 
 Ignores: what kind of work the background does at which moment; that is averaged over a step.
 """
@@ -75,6 +76,9 @@ _LEAP = 0.05
 """How far one alone step may take the base until costs are learnt anew."""
 _CONFIRMING = 3
 """Alone steps in a row that decide whether the foreground has changed."""
+_QUIET = 20
+"""Steps in a row to which nobody came until only those are looked at that were meant to be alone: without a background,
+sharing costs the foreground next to nothing."""
 
 
 class Moment(enum.Enum):
@@ -240,6 +244,8 @@ class Controller:
         self._free_steps = 0
         """Shared steps in a row in which the background was not held back."""
         self._tried_work = room
+        self._unvisited = 0
+        """Steps in a row that allowed work, and to which nobody came."""
         self.allowance = self._decide()
 
     @property
@@ -257,10 +263,15 @@ class Controller:
         self._step += 1
         self._until_alone -= 1
         meant_alone = self.allowance.alone if step.meant_alone is None else step.meant_alone
+        has_work = step.overlapped_s > 0 or step.in_gaps_s > 0
         if meant_alone and not self._was_alone:
-            self._spoilt = step.overlapped_s + step.in_gaps_s > 0
+            self._spoilt = has_work
         self._was_alone = meant_alone
-        if step.overlapped_s == 0 and step.in_gaps_s == 0:
+        if self._is_quiet(has_work, meant_alone):
+            if self._until_alone <= 0:
+                self.allowance = self._decide(alone_under_way)
+            return self.allowance
+        if not has_work:
             self._take_alone(step.time_s, meant_alone)
         elif self.base.num_samples:
             self._take_shared(step)
@@ -274,6 +285,17 @@ class Controller:
         It is paid back from the steps that follow, however long that takes.
         """
         self.pause_debt_s += time_s
+
+    def _is_quiet(self, has_work: bool, meant_alone: bool) -> bool:
+        """Whether a step need not be looked at: nobody has come for long, and it would change nothing for who does."""
+        if has_work:
+            self._unvisited = 0
+        elif not meant_alone:
+            self._unvisited += 1
+        if self._unvisited <= _QUIET or meant_alone or self.allowance.alone:
+            return False
+        known = self.base.num_samples >= _MOST_FIRST and not self.base.questions and self.pause_debt_s <= 0
+        return known and (not self._has_shared or self._has_saved())
 
     def _take_alone(self, time_s: float, meant_alone: bool) -> None:
         """A step without background is a sample of the base, and leaves its share of the budget to the others."""
@@ -343,11 +365,13 @@ class Controller:
         """As much as steps may have taken less than the budget, for later ones to spend."""
         return self._lasting() * (self.budget.slowdown - 1) * self.base.mean_s
 
+    def _has_saved(self) -> bool:
+        return -self.debt_s >= _SPARED * self._most_saved_s()
+
     def _is_unused(self) -> bool:
         """Whether the budget holds nobody back, beside a foreground that is known well and steady."""
-        saved = -self.debt_s >= _SPARED * self._most_saved_s()
         free = self._free_steps >= _FEEDBACK_STEPS
-        return saved and free and not self._knows_too_little() and not self.base.is_drifting
+        return self._has_saved() and free and not self._knows_too_little() and not self.base.is_drifting
 
     def _tail_limit(self) -> float:
         """Over the mean alone; careful where the foreground's own p95, or the mean, is not known well."""

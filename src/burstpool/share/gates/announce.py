@@ -69,8 +69,7 @@ class Pace:
         self._gates = gates
         self._all = [gate for gates_here in gates for gate in gates_here]
         self._recent_s: deque[float] = deque(maxlen=_FOR_VIEW)
-        self._before = (0.0, 0.0)
-        self._counts: dict[str, int] = {}
+        self._done = self._done_first = [gate.done() for gate in self._all]
         self._begun_s: float | None = None
         self.log = StepLog()
 
@@ -80,50 +79,49 @@ class Pace:
         if self._begun_s is not None:
             self.end(now_s)
         else:
-            self._before = self._work()
+            self._done = [gate.done() for gate in self._all]
         if not self.log.started_s:
-            self.log.started_s = now_s
-            self._counts = {str(gate.path): gate.done().steps for gate in self._all}
+            self.log.started_s, self._done_first = now_s, self._done
         self._begun_s = now_s
-        self._allow(step)
-
-    def end(self, now_s: float) -> None:
-        """The step has ended; what follows until the next begins is no part of one."""
-        if self._begun_s is None:
-            return
-        work = self._work()
-        overlapped_s, in_gaps_s = (max(now - before, 0.0) for now, before in zip(work, self._before, strict=True))
-        num_shared = max(sum(1 for gates_here in self._gates if _num_here(gates_here)), 1)
-        taken = StepTaken(
-            time_s=max(now_s - self._begun_s, 1e-9),
-            overlapped_s=overlapped_s / num_shared,
-            in_gaps_s=in_gaps_s / num_shared,
-        )
-        self._controller.observe(taken)
-        log = self.log
-        log.times_s.append(taken.time_s)
-        log.alone.append(taken.overlapped_s == 0 and taken.in_gaps_s == 0)
-        log.overlapped_s.append(taken.overlapped_s)
-        log.in_gaps_s.append(taken.in_gaps_s)
-        log.stopped_s = now_s
-        for gate in self._all:
-            log.background_steps[str(gate.path)] = gate.done().steps - self._counts[str(gate.path)]
-        self._before, self._begun_s = work, None
-        if self._recent_s or not log.alone[-1]:  # before the first shared step there is no slowdown to tell of
-            self._recent_s.append(taken.time_s)
-        if self._recent_s and (alone_s := self._controller.alone_s) is not None:
-            for gate in self._all[:1]:
-                gate.tell(alone_s=alone_s, recent_s=sum(self._recent_s) / len(self._recent_s))
-
-    def _work(self) -> tuple[float, float]:
-        done = [gate.done() for gate in self._all]
-        return sum(d.overlapped_s for d in done), sum(d.in_gaps_s for d in done)
-
-    def _allow(self, step: int) -> None:
+        allowance = self._controller.allowance
         for gates_here in self._gates:
             share = 1 / max(_num_here(gates_here), 1)
             for gate in gates_here:
-                gate.allow(self._controller.allowance, step=step, share=share)
+                gate.allow(allowance, step=step, share=share)
+
+    def end(self, now_s: float) -> None:
+        """The step has ended; what follows until the next begins is no part of one. Every step waits for this."""
+        if self._begun_s is None:
+            return
+        done, log = [gate.done() for gate in self._all], self.log
+        overlapped_s = in_gaps_s = 0.0
+        for now, before in zip(done, self._done, strict=True):
+            overlapped_s += now.overlapped_s - before.overlapped_s
+            in_gaps_s += now.in_gaps_s - before.in_gaps_s
+        has_work = overlapped_s > 0 or in_gaps_s > 0
+        if has_work:
+            num_shared = max(sum(1 for gates_here in self._gates if _num_here(gates_here)), 1)
+            overlapped_s, in_gaps_s = max(overlapped_s / num_shared, 0.0), max(in_gaps_s / num_shared, 0.0)
+        else:
+            overlapped_s = in_gaps_s = 0.0
+        time_s = max(now_s - self._begun_s, 1e-9)
+        self._controller.observe(StepTaken(time_s=time_s, overlapped_s=overlapped_s, in_gaps_s=in_gaps_s))
+        log.times_s.append(time_s)
+        log.alone.append(not has_work)
+        log.overlapped_s.append(overlapped_s)
+        log.in_gaps_s.append(in_gaps_s)
+        log.stopped_s = now_s
+        self._done, self._begun_s = done, None
+        if self._recent_s or has_work:  # before the first shared step there is no slowdown to tell of
+            self._recent_s.append(time_s)
+            if self._all and (alone_s := self._controller.alone_s) is not None:
+                self._all[0].tell(alone_s=alone_s, recent_s=sum(self._recent_s) / len(self._recent_s))
+
+    def save(self, path: Path) -> None:
+        """The log of all steps, after the last."""
+        counts = zip(self._all, self._done_first, self._done, strict=True)
+        self.log.background_steps = {str(gate.path): now.steps - first.steps for gate, first, now in counts}
+        self.log.save(path)
 
 
 def _num_here(gates: Sequence[Gate]) -> int:

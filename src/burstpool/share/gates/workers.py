@@ -81,7 +81,7 @@ def foreground_work(place: Place, task: ForegroundTask) -> Any:
             when.finish()
         announcer.end()
         if pace is not None:
-            pace.log.save(Path(task.log))
+            pace.save(Path(task.log))
 
 
 def _own_gpu(place: Place) -> int:
