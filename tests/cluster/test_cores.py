@@ -10,12 +10,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from burstpool.cluster import cores
 from burstpool.cluster.cores import claim_core, let_gloo_run
 from burstpool.cluster.detect import num_cores
 from burstpool.cluster.measure import run_workers
 from burstpool.cluster.reductions import joined_by_gloo
+from burstpool.engine.base import Place
+from burstpool.engine.local import LocalEngine
+from burstpool.run.options import RunOptions
+from burstpool.run.worker import joined
 
 pytestmark = [
     pytest.mark.alone,
@@ -67,6 +73,35 @@ def test_a_worker_alone_or_one_of_too_many_stays_free_to_move(num_workers: int) 
     ((core, allowed),) = _claimed(num_processes=1, num_workers=num_workers)
     assert core is None
     assert allowed == os.sched_getaffinity(0)
+
+
+def _cores_in_a_run(place: Place, idle: set[int]) -> set[int]:
+    _apart_from_others()
+    torch.set_num_threads(1)
+    with joined(place, RunOptions(timeout_s=60), idle=idle) as seat:
+        dist.barrier(seat.control)
+        return os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize("idle", [{1}, {0, 2}, set[int]()])
+def test_workers_that_a_plan_gives_nothing_to_do_take_no_cores_from_the_others(idle: set[int]) -> None:
+    before = os.sched_getaffinity(0)
+    two = set(sorted(before)[:2])
+    os.sched_setaffinity(0, two)  # which workers inherit
+    workers = LocalEngine().start(_cores_in_a_run, idle, num_workers=3, silence_s=60)
+    found: list[set[int]] | None = None
+    try:
+        while (found := workers.results()) is None:
+            workers.poll(0.5)
+    finally:
+        workers.terminate()
+        os.sched_setaffinity(0, before)
+    busy = [found[rank] for rank in range(3) if rank not in idle]
+    assert all(found[rank] == two for rank in idle)
+    if len(busy) == 2:
+        assert sorted(busy, key=min) == [{core} for core in sorted(two)]
+    else:  # one alone has no peer, and three do not fit
+        assert all(cores == two for cores in busy)
 
 
 def test_socket_threads_of_gloo_do_not_push_others_aside() -> None:

@@ -23,7 +23,7 @@ from burstpool.run.folder import RunFolder, RunRecord, held
 from burstpool.run.options import RunOptions
 from burstpool.run.outcome import write_outcome
 from burstpool.run.progress import RunLog
-from burstpool.run.worker import JobSource, Task, joined, train_at
+from burstpool.run.worker import JobSource, Task, idle_ranks, joined, train_at
 from burstpool.schedule.actions import Schedule
 
 
@@ -54,7 +54,8 @@ def run(folder: RunFolder) -> None:
     task, first_step = _task(folder)
     reports: list[Any] = []
     place = _place(task.plan, reports)
-    with held(folder.path) if place.rank == 0 else contextlib.nullcontext(), joined(place, task.options) as seat:
+    holding = held(folder.path) if place.rank == 0 else contextlib.nullcontext()
+    with holding, joined(place, task.options, idle=idle_ranks(task)) as seat:
         own = (reports, train_at(seat, place, task))
         gathered: list[Any] | None = [None] * place.num_workers if place.rank == 0 else None
         dist.gather_object(own, gathered, dst=0, group=seat.control)

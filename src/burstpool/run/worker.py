@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -73,7 +73,7 @@ class Task:
 def work(place: Place, task: Task) -> WorkerResult:
     """Trains; what every worker process runs."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with joined(place, task.options) as seat:
+    with joined(place, task.options, idle=idle_ranks(task)) as seat:
         return train_at(seat, place, task)
 
 
@@ -190,15 +190,21 @@ class _Training:
         return WorkerResult(step=self.step, checkpoint=self.checkpoint, recorded=recorded)
 
 
+def idle_ranks(task: Task) -> set[int]:
+    """Workers that the plan gives nothing to do."""
+    return {rank for rank, actions in enumerate(task.schedule.devices) if not actions}
+
+
 @contextlib.contextmanager
-def joined(place: Place, options: RunOptions) -> Iterator[Seat]:
-    """Meets the other workers; leaves them at the end."""
+def joined(place: Place, options: RunOptions, *, idle: Collection[int] = ()) -> Iterator[Seat]:
+    """Meets the other workers; leaves them at the end. `idle`: those that do no more than that, and need no core."""
     place.doing.say(phrase("joining the other workers"))
     on, backend = _device(place, options)
     if place.host in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which may not resolve
-    if options.device == "cpu" and torch.get_num_threads() == 1:
-        claim_core(num_workers=place.num_local)
+    if options.device == "cpu" and torch.get_num_threads() == 1 and place.rank not in idle:
+        first = place.rank - place.local_rank
+        claim_core(num_workers=sum(rank not in idle for rank in range(first, first + place.num_local)))
     if options.device == "cpu":
         keep_freed_memory()
     with calm_gloo():
