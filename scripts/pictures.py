@@ -108,7 +108,7 @@ def sweep_svg() -> str:
         job = ROOT / "examples" / "digits_mlp.py"
         burstpool.sweep(job, space, search="asha", trials=64, steps=600, array_size=16, mode="rules", run_folder=path)
         contents = sweep_contents(SweepFolder.open(path))
-    curves = trial_curves(contents)
+    curves = trial_curves(contents.trials, contents.best)
     assert curves is not None
     done = sum(trial.state == "done" for trial in contents.trials)
     caption = f"Training loss of 64 trials by ASHA: {done} are trained to the end, the best of them drawn strong"

@@ -1,5 +1,6 @@
 """Timelines, contents and run folders for the tests of reports."""
 
+import math
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from burstpool.cluster.spec import ClusterSpec, DeviceCount, DeviceFigures, Node
 from burstpool.plan.inputs import PlanInputs
 from burstpool.plan.plan import Plan, PlannedBlock, even_shares
 from burstpool.profiling.profile import LayerProfile, Profile
-from burstpool.report.contents import Contents, LayerTime, PlannedWork, TrainedStep
+from burstpool.report.contents import BackgroundJob, Contents, LayerTime, PlannedWork, TrainedStep
+from burstpool.report.sweep_contents import TrialCurve
 from burstpool.report.timeline import Event, Timeline
 from burstpool.run.folder import RunFolder, RunRecord, StepLoss
 
@@ -49,9 +51,20 @@ def contents(**changes: Any) -> Contents:
         "layers": tuple(LayerTime(name=f"l{i}", kind="conv", forward_s=1.0, backward_s=float(i)) for i in range(3)),
         "layers_title": "tiny on unit",
         "trained": tuple(TrainedStep(step=step, loss=2.0 / (step + 1), time_s=9.0) for step in range(60)),
+        "backgrounds": (background_job("small ×2", (3.0, 2.0, 1.0), (3.0, 2.5, math.nan)),),
         "details": {"lr": "0.1"},
     }
     return Contents(**(fields | changes))
+
+
+def background_job(name: str, *losses: tuple[float, ...], **changes: Any) -> BackgroundJob:
+    """An array, or a single job."""
+    members = tuple(
+        TrialCurve(number=number, name=f"{name}, member {number}", settings={}, state="ended", losses=each, reports=())
+        for number, each in enumerate(losses)
+    )
+    fields: dict[str, Any] = {"device": 1, "steps": 1200, "kept": 0.42, "state": "ended", "reason": ""}
+    return BackgroundJob(name=name, members=members, **(fields | changes))
 
 
 def plan(name: str = "a") -> Plan:

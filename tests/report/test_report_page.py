@@ -6,7 +6,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from report_cases import EVIL, Page, contents, event, timeline
+from report_cases import EVIL, Page, background_job, contents, event, timeline
 
 from burstpool.report.contents import LayerTime, PlannedWork
 from burstpool.report.draw_charts import shortened
@@ -23,6 +23,7 @@ def test_a_page_shows_everything() -> None:
         "A step, predicted and measured",
         "The plan: devices a block",
         "Training",
+        "Background jobs",
         "The profile: time a layer",
         "Blocks",
         "Details",
@@ -37,6 +38,17 @@ def test_a_page_shows_everything() -> None:
     assert "a\n2 layers on 2 devices\n3 s predicted" in tips
     assert {"5", "4–5", "0–1", "3 s"} & set(found.texts_of("td")) == {"4–5", "0–1"}
     assert found.texts_of("dd") == ["0.1"]
+    assert "small ×2, beside device 1" in found.texts_of("h3")
+    assert {"1,200", "42%", "ended"} <= set(found.texts_of("td"))
+    assert "small ×2, member 0\nended" in tips
+    assert [a["class"] for a in found.all_of("path") if "best" in (a.get("class") or "")] == ["curve trial best"]
+
+
+def test_a_background_job_that_never_trained_is_told_of_without_a_picture() -> None:
+    job = background_job("small", kept=None, steps=0, state="failed", reason="no memory")
+    found = Page(page(contents(backgrounds=(job,))))
+    assert "failed: no memory" in found.texts_of("td")
+    assert not [text for text in found.texts_of("h3") if "small" in text]
 
 
 def test_predicted_is_outlined_and_measured_filled_and_one_alone_is_filled() -> None:
@@ -86,6 +98,7 @@ def test_names_never_become_markup() -> None:
             blocks=(PlannedWork(name=EVIL, num_layers=1, devices=(0,), samples=(9,)),),
             layers=(LayerTime(name=EVIL, kind=EVIL, forward_s=1.0, backward_s=1.0),),
             layers_title=EVIL,
+            backgrounds=(background_job(EVIL, (2.0, 1.0), state=EVIL, reason=EVIL),),
             details={EVIL: EVIL},
             notes=(EVIL,),
             made_by=EVIL,

@@ -10,7 +10,7 @@ from fake_cuda import Clock, Event, FakeFeeder, FakeSteps, Stream, Work, fake_cu
 
 from burstpool.errors import RunError, ShareError
 from burstpool.share.budget import Budget, Gap
-from burstpool.share.gpu.at_work import MOST_RESTARTS, BackgroundWork, JobAtWork
+from burstpool.share.gpu.at_work import LAST_STEP, MOST_RESTARTS, BackgroundWork, JobAtWork
 from burstpool.share.gpu.evictions import Evictions, Memory, Stay
 from burstpool.share.gpu.loop import Idle, SharedGpu, stretches
 
@@ -168,6 +168,20 @@ def test_a_piece_that_never_ends_stops_its_own_background_only(clock: Clock) -> 
     before = good.steps_done
     SharedGpu(job(clock, STEP_S), [hung, good], BUDGET).run(200)
     assert good.steps_done > before + 80
+
+
+def test_a_background_ends_at_its_last_step_and_leaves_its_part_to_the_others(clock: Clock) -> None:
+    foreground, goes_on = job(clock, STEP_S), background(clock, 3e-4, 3e-4)
+    ends = BackgroundWork(job(clock, 3e-4, 3e-4), most_steps=5)
+    SharedGpu(foreground, [ends, goes_on], BUDGET).run(150)
+    assert ends.steps_done == len(ends.work.losses) == 5
+    assert ends.ended == LAST_STEP
+    assert ends.last_step_s is not None
+    assert not ends.work.feeder.closed  # type: ignore[attr-defined]  # ending a process would hold up the foreground
+    alone = background(clock, 3e-4, 3e-4)
+    SharedGpu(job(clock, STEP_S), [alone], BUDGET).run(150)
+    assert goes_on.steps_done >= alone.steps_done - 10
+    assert BackgroundWork(ends.work, most_steps=5).ended == LAST_STEP  # it had come there before the run
 
 
 def test_a_background_whose_own_code_raises_ends_alone(clock: Clock) -> None:

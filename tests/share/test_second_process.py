@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from share_alone import JOBS, foreground_plan, losses_alone
 
+from burstpool.run.folder import RunFolder
+from burstpool.run.trainer import train
 from burstpool.run.worker import JobSource
+from burstpool.share.gpu.at_work import LAST_STEP
 from burstpool.share.gpu.second_process import SecondProcess
 
 
@@ -60,6 +63,41 @@ def test_losses_are_those_of_a_job_that_never_left(process: SecondProcess) -> No
     assert process.where == "away"
     count = len(process.losses)
     assert [loss for [loss] in process.losses] == losses_alone(foreground_plan(devices=1), steps=count)
+
+
+def test_one_that_comes_to_its_last_step_leaves_a_run_that_can_be_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("burstpool.share.gpu.second_process._LEAVE_S", 300.0)
+    run, steps = RunFolder(tmp_path / "run"), 11
+    source = JobSource(source=JOBS, settings={"lr": "0.02"})
+    process = SecondProcess("background", source, checkpoints=run.checkpoints, device="cpu", most_steps=steps)
+    try:
+        until(lambda: process.last_step_s is not None, doing=lambda: (process.look_after(), process.launch(None)))
+        assert process.ended == LAST_STEP
+        assert process.launch(None) is None
+        process.leave(at_once=True)
+        assert process.where == "away"
+        assert process.finished == len(process.losses) == steps
+    finally:
+        process.close()
+    further = train(JOBS, 1, steps=steps + 2, resume=run.path, settings={"lr": 0.02})
+    assert [loss.step for loss in further.losses] == [steps, steps + 1]
+    alone = losses_alone(foreground_plan(devices=1), steps=steps + 2, lr=0.02)
+    assert [loss for [loss] in process.losses] + [loss.loss for loss in further.losses] == alone
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_one_whose_last_step_is_among_those_that_tell_its_speed_trains_no_further(steps: int, tmp_path: Path) -> None:
+    source = JobSource(source=JOBS, settings={})
+    process = SecondProcess("background", source, checkpoints=tmp_path / "run", device="cpu", most_steps=steps)
+    try:
+        assert process.ended == LAST_STEP
+        assert process.finished == len(process.losses) == steps
+        assert process.alone_s > 0
+    finally:
+        process.close()
 
 
 def test_one_that_is_killed_has_ended_and_counts_as_away(process: SecondProcess) -> None:

@@ -81,8 +81,16 @@ def test_share_says_in_json_what_came_of_it(
     for mine, theirs in ((found["losses"][0], first_loss()), (array["losses"][0][0], exact[0])):
         assert mine == pytest.approx(theirs, rel=0.02)
         assert mine != theirs
+    assert array["folder"] == str(tmp_path / "run" / "background" / "0")
     assert run(["report", str(tmp_path / "run")]) == 0
-    assert (tmp_path / "run" / "report.html").is_file()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(words in page for words in ("Background jobs", "share_jobs ×2", "lr=0.01"))
+
+
+def test_a_background_may_have_an_end_of_its_own() -> None:
+    assert background("job.py lr=0.1,0.2 --steps 30").steps == background("job.py --steps=30 lr=0.1,0.2").steps == 30
+    assert len(background("job.py lr=0.1,0.2 --steps 30").settings) == 2
+    assert background("job.py lr=0.1").steps == Background(source="job.py").steps
 
 
 def test_autocast_reaches_a_background_of_one_job(tmp_path: Path) -> None:
@@ -102,6 +110,11 @@ def test_autocast_reaches_a_background_of_one_job(tmp_path: Path) -> None:
         (["share", JOBS, "--with", f"{JOBS} width=3", "--steps", "5"], "no hyper-parameter 'width'"),
         (["share", JOBS, "--with", "'zoo:tiny_mlp"], "cannot be read"),
         (["share", JOBS, "--with", ""], "--with '' names no job; e.g. --with 'job.py lr=0.1'"),
+        (["share", JOBS, "--with", "--steps 5"], "--with '--steps 5' names no job"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp --steps"], "--with 'zoo:tiny_mlp --steps': --steps without a number"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp --steps=0"], "--with 'zoo:tiny_mlp --steps=0': --steps 0; e.g."),
+        (["share", JOBS, "--with", "zoo:tiny_mlp --steps 1e3"], "--steps 1e3; e.g. --steps 500"),
+        (["share", JOBS, "--with", "zoo:tiny_mlp --batch 4"], "--batch is no option of a background; --steps 500 is"),
         (["share", JOBS, "--with", "zoo:tiny_mlp lr"], "--with 'zoo:tiny_mlp lr': lr is not of the form name=value"),
         (["share", JOBS, "--with", "zoo:tiny_mlp", "--batch", "-5"], "--batch"),
         (["share", JOBS, "--with", "zoo:tiny_mlp", "--batch", "0"], "--batch"),

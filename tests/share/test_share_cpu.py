@@ -6,18 +6,21 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from share_alone import JOBS, foreground_plan, losses_alone, share
 
 from burstpool.engine.base import Place
 from burstpool.job import load_job
-from burstpool.run.folder import RunFolder
 from burstpool.run.loading import Batches
 from burstpool.run.setup import trace_job
 from burstpool.run.torchrun import Silent
+from burstpool.run.trainer import train
 from burstpool.share.base import Background, find
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gates.workers import _started
 from burstpool.share.preparing import Mistake, Preparing, prepare_work, sliced_plan
+from burstpool.share.results import BackgroundFolder, BackgroundRecord
 
 pytestmark = pytest.mark.alone
 
@@ -33,12 +36,17 @@ def place_for(report: Callable[[Any], None]) -> Place:
 
 
 def array_alone(
-    settings: tuple[dict[str, Any], ...], steps: int, folder: Path, *, source: str = JOBS
+    settings: tuple[dict[str, Any], ...], steps: int, folder: Path, *, source: str = JOBS, weights: Path | None = None
 ) -> list[tuple[float, ...]]:
     found: list[FusedReport] = []
     place = place_for(found.append)
     task = FusedTask(
-        source=source, settings=settings, steps=steps, checkpoint=str(folder / "alone.pt"), checkpoint_every=1000
+        source=source,
+        settings=settings,
+        steps=steps,
+        checkpoint=str(folder / "alone.pt"),
+        checkpoint_every=1000,
+        weights=None if weights is None else str(weights),
     )
     fused_work(place, task)
     return [report.losses for report in found]
@@ -74,6 +82,43 @@ def test_foreground_background_and_fused_array_train_as_they_do_alone(
     assert {event.lane for event in found.timeline.events} >= {"compute"}
 
 
+def test_backgrounds_that_come_to_their_last_step_leave_what_they_learnt(tmp_path: Path) -> None:
+    steps, settings = 40, ({"lr": 0.05}, {"lr": 0.01})
+    found = share(
+        tmp_path / "shared",
+        Background(source=JOBS, settings=({"lr": 0.02},), steps=steps),
+        Background(source=JOBS, settings=settings, steps=steps),
+        devices=1,
+        steps=STEPS,
+    )
+    assert [each.state for each in found.backgrounds] == ["ended", "ended"]
+    assert [len(each.losses) for each in found.backgrounds] == [steps, steps]
+    single, array = (BackgroundFolder.of(tmp_path / "shared", number) for number in range(2))
+    for folder, background in zip((single, array), found.backgrounds, strict=True):
+        record = BackgroundRecord.load(folder.record)
+        assert (record.state, record.steps, record.steps_beside) == ("ended", steps, background.steps)
+    assert [member["lr"] for member in BackgroundRecord.load(array.record).settings] == [0.05, 0.01]
+    assert [list(losses) for losses in zip(*array.losses_by_member(), strict=True)] == found.backgrounds[1].losses
+    assert single.losses_by_member() == [tuple(found.backgrounds[0].losses)]
+    # What they have learnt is what they learn alone.
+    job = load_job(JOBS, {"lr": 0.02})
+    plan = sliced_plan(trace_job(job).graph, batch=job.batch, name="background")
+    alone = train(JOBS, plan, steps=steps, run_folder=tmp_path / "alone", settings={"lr": 0.02})
+    assert_same(load_file(single.run.weights), load_file(alone.weights))
+    array_alone(settings, steps, tmp_path, weights=tmp_path / "members")
+    for member in ("member-00.safetensors", "member-01.safetensors"):
+        assert_same(load_file(array.weights / member), load_file(tmp_path / "members" / member))
+    assert load_job(JOBS).build_model().load_state_dict(load_file(array.weights / "member-01.safetensors"))
+    # And a single job goes on as any run does.
+    further = train(JOBS, plan, steps=steps + 5, resume=single.run.path, settings={"lr": 0.02})
+    assert further.losses[0].step == steps
+
+
+def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
 @pytest.mark.parametrize("other", [{"lr": 0.1}, {"times": 3.0}, {"seed": 4}])
 def test_members_get_the_batches_they_have_alone_also_when_the_array_goes_on(
     other: dict[str, Any], tmp_path: Path
@@ -105,8 +150,7 @@ def test_what_cannot_be_one_array_is_told_before_anything_is_trained(
 ) -> None:
     wanted = Preparing(
         background=Background(source=JOBS, settings=tuple({name: value} for value in values)),
-        run=RunFolder(tmp_path / "run"),
-        checkpoint=str(tmp_path / "array.pt"),
+        folder=BackgroundFolder(tmp_path),
         device="cpu",
         autocast=None,
         hang_s=1.0,

@@ -18,16 +18,18 @@ from fake_cuda import Clock, FakeFeeder, FakeSteps, Stream, fake_cuda
 from burstpool.errors import CaptureError, RunError, ShareError, TraceError
 from burstpool.job import load_job, load_jobs
 from burstpool.run.even import even_plan
-from burstpool.run.folder import RunFolder
+from burstpool.run.folder import RunFolder, RunRecord
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import InterruptedRun, Start
+from burstpool.schedule.lower import lower
 from burstpool.share import cuda
-from burstpool.share.base import Background, ShareOutcome, ShareRequest
+from burstpool.share.base import ENDLESS, Background, ShareOutcome, ShareRequest
 from burstpool.share.budget import Budget
 from burstpool.share.gpu.array_steps import ArrayStep, check_one_batch
 from burstpool.share.gpu.evictions import Memory
 from burstpool.share.gpu.graph_steps import GraphStep
+from burstpool.share.results import BackgroundFolder, BackgroundRecord
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 BACK = {"lr": "0.5"}
@@ -56,7 +58,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         def __init__(self, job: Any, *, stream: Any, control: Any, piece_s: float = math.inf, options: Any) -> None:
             found.comes_to("building", job)
             super().__init__(clock, *([1e-3] if math.isinf(piece_s) else [3e-4, 3e-4]), stream=stream)
-            self.job = job
+            self.job, self.options = job, options
+            self.plan = even_plan(graph := trace_job(job).graph, num_devices=1, batch=job.batch, name=job.name)
+            self.schedule = lower(self.plan, graph)
 
         def capture(self) -> None:
             found.comes_to("capturing", self.job)
@@ -115,6 +119,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         ("timeline_of", lambda *_: None),
     ):
         monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(cuda, "time", clock)
     monkeypatch.setattr(cuda._Sharing, "_save", lambda sharing, work, folder: found.comes_to("saving", work.steps.job))
     return found
 
@@ -130,14 +135,14 @@ def share(gpu: Gpu, plan: Any, tmp_path: Path) -> Iterator[Callable[..., ShareOu
     """Shares with these backgrounds; afterwards nothing of it is left but its folder."""
     signals, threads = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)], set(threading.enumerate())
 
-    def run(*backgrounds: tuple[dict[str, str], ...]) -> ShareOutcome:
+    def run(*backgrounds: tuple[dict[str, str], ...], steps: int = ENDLESS) -> ShareOutcome:
         return cuda.share_on_cuda(
             ShareRequest(
                 foreground=JOBS,
                 settings={},
                 plan=plan,
                 steps=STEPS,
-                backgrounds=tuple(Background(source=JOBS, settings=settings) for settings in backgrounds),
+                backgrounds=tuple(Background(source=JOBS, settings=settings, steps=steps) for settings in backgrounds),
                 budget=Budget(slowdown=1.2),
                 options=RunOptions(device="cuda"),
                 run_folder=tmp_path / "run",
@@ -167,6 +172,22 @@ def test_all_train_and_an_array_beside_a_job_gets_its_part(share: Callable[..., 
     assert [background.state for background in found.backgrounds] == ["ended", "ended"]
     assert all(background.steps > 20 for background in found.backgrounds)
     assert [len(background.losses[0]) for background in found.backgrounds[1:]] == [2]
+
+
+def test_backgrounds_that_come_to_their_last_step_have_ended_well(
+    share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path
+) -> None:
+    found = share((BACK,), (BACK, BACK), steps=20)
+    assert [(each.state, each.reason, each.steps) for each in found.backgrounds] == [("ended", "", 20)] * 2
+    for number, each in enumerate(found.backgrounds):
+        assert each.kept is not None
+        assert 0 < each.kept < 1
+        record = BackgroundRecord.load(BackgroundFolder.of(tmp_path / "run", number).record)
+        assert (record.state, record.steps, record.kept) == ("ended", 20, each.kept)
+    single, array = (BackgroundFolder.of(tmp_path / "run", number) for number in range(2))
+    assert single.losses_by_member() == [tuple(float(step) for step in range(20))]
+    assert array.losses_by_member() == [tuple(float(step) for step in range(20))] * 2
+    assert RunRecord.load(single.run.record).steps == 20
 
 
 @pytest.mark.parametrize(

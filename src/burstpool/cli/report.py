@@ -22,10 +22,11 @@ from burstpool.errors import ArtifactError, BurstpoolError, PlanError
 from burstpool.plan.inputs import PlanInputs
 from burstpool.plan.plan import Plan
 from burstpool.profiling.profile import Profile
-from burstpool.report.contents import Contents, LayerTime, PlannedWork, TrainedStep
+from burstpool.report.contents import BackgroundJob, Contents, LayerTime, PlannedWork, TrainedStep
 from burstpool.report.figures import Figures, figures
 from burstpool.report.html import page
 from burstpool.report.perfetto import trace
+from burstpool.report.sweep_contents import TrialCurve
 from burstpool.report.sweep_page import sweep_page
 from burstpool.report.timeline import WHOLE_STEP, Timeline
 from burstpool.report.words import percent, seconds, signed_percent
@@ -34,6 +35,7 @@ from burstpool.run.options import RunOptions
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
 from burstpool.share.gates.announce import SHARING, StepLog, slowdowns
+from burstpool.share.results import BackgroundFolder, BackgroundRecord
 
 PREDICTED = "predicted.json"
 """The predicted timeline in a run folder, where whoever started the run had one."""
@@ -174,6 +176,7 @@ def _contents(found: _Found) -> Contents:
         layers=_layers(profile, batch),
         layers_title=f"{profile.model} on {profile.device}, batch {_near(profile, batch)}" if profile else "",
         trained=_trained(found.folder),
+        backgrounds=_backgrounds(found.folder),
         details=_details(record, found.folder),
         notes=tuple(note for note in (failed, *_notes(found, predicted, measured)) if note),
         made_by=f"Burstpool {__version__}",
@@ -183,6 +186,37 @@ def _contents(found: _Found) -> Contents:
 def _trained(folder: RunFolder | None) -> tuple[TrainedStep, ...]:
     losses = read_losses(folder.losses) if folder is not None else []
     return tuple(TrainedStep(step=loss.step, loss=loss.loss, time_s=loss.step_time_s) for loss in losses)
+
+
+def _backgrounds(folder: RunFolder | None) -> tuple[BackgroundJob, ...]:
+    if folder is None:
+        return ()
+    found: list[BackgroundJob] = []
+    while (job := BackgroundFolder.of(folder.path, len(found))).record.is_file():
+        record = BackgroundRecord.load(job.record)
+        members = tuple(
+            TrialCurve(
+                number=member,
+                name=", ".join(f"{name}={value}" for name, value in settings.items()) or record.job,
+                settings={},
+                state=record.state,
+                losses=losses,
+                reports=(),
+            )
+            for member, (settings, losses) in enumerate(zip(record.settings, job.losses_by_member(), strict=False))
+        )
+        found.append(
+            BackgroundJob(
+                name=record.job,
+                device=record.device,
+                steps=record.steps_beside,
+                kept=record.kept,
+                state=record.state,
+                reason=record.reason,
+                members=members,
+            )
+        )
+    return tuple(found)
 
 
 def _simulated(plan: Plan | None, inputs: PlanInputs | None) -> tuple[Timeline | None, str]:

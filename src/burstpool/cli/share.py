@@ -11,6 +11,7 @@ Shows the foreground's speed, its slowdown and the background's throughput while
 
 import itertools
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from burstpool.cli.json_alone import json_alone
 from burstpool.cli.progress import progress_bar
 from burstpool.errors import RunError, ShareError
 from burstpool.limits import LARGEST_BATCH
+from burstpool.share.base import background_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +44,11 @@ def share(
     foreground: Annotated[str, typer.Argument(metavar="FOREGROUND", help="job.py, job.py:function or zoo:NAME.")],
     backgrounds: Annotated[
         list[str] | None,
-        typer.Option("--with", help="A background job and its settings: 'job.py lr=0.1'; lr=0.1,0.01 makes an array."),
+        typer.Option(
+            "--with",
+            help="A background job and its settings: 'job.py lr=0.1'; lr=0.1,0.01 makes an array. "
+            "'job.py --steps 500' ends there; else it trains as long as the foreground does.",
+        ),
     ] = None,
     slowdown: Annotated[float, typer.Option(help="How much longer than alone the foreground's steps may take.")] = 1.10,
     plan: Annotated[Path | None, typer.Option(help="The foreground's plan; burstpool plan writes one.")] = None,
@@ -124,7 +130,7 @@ def share(
 
 
 def background(words: str, memory_mib: float | None = None) -> "Background":
-    """`"job.py lr=0.1,0.01 width=8"` as a background: every combination of the values is a member of its array."""
+    """`"job.py lr=0.1,0.01 --steps 500"` as a background: every combination of values is a member of its array."""
     from burstpool.job import parse_settings
     from burstpool.setting_lists import parts
     from burstpool.share.base import Background
@@ -133,16 +139,36 @@ def background(words: str, memory_mib: float | None = None) -> "Background":
     if memory_mib is not None and not 1 / (1 << 20) <= memory_mib < math.inf:
         raise ShareError(f"--memory {memory_mib:g} must be more than 0 MiB; e.g. --memory 512")
     try:
-        source, *pairs = shlex.split(words) or [""]
+        source, *rest = shlex.split(words) or [""]
     except ValueError as error:
         raise ShareError(f"--with {words!r} cannot be read: {error}; e.g. --with 'job.py lr=0.1'") from None
-    if not source:
+    if not source or source.startswith("-"):
         raise ShareError(f"--with {words!r} names no job; e.g. --with 'job.py lr=0.1'")
+    pairs, steps = _without_steps(rest, words)
     given = parse_settings(pairs, given_by=f"--with {words!r}:")
     values = {name: parts(text, where=f"--with {words!r}: {name}={text}") for name, text in given.items()}
     members = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
     memory_bytes = None if memory_mib is None else int(memory_mib * (1 << 20))
-    return Background(source=source, settings=tuple(members), memory_bytes=memory_bytes)
+    return Background(source=source, settings=tuple(members), steps=steps, memory_bytes=memory_bytes)
+
+
+def _without_steps(words: list[str], given: str) -> tuple[list[str], int]:
+    """The words but `--steps N`, or `--steps=N`, and that number."""
+    from burstpool.share.base import ENDLESS
+
+    pairs, steps, rest = list[str](), ENDLESS, iter(words)
+    for word in rest:
+        option, equals, text = word.partition("=")
+        if not option.startswith("-"):
+            pairs.append(word)
+            continue
+        if option != "--steps":
+            raise ShareError(f"--with {given!r}: {option} is no option of a background; --steps 500 is the only one")
+        text = text if equals else next(rest, "")
+        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+            raise ShareError(f"--with {given!r}: --steps {text or 'without a number'}; e.g. --steps 500")
+        steps = int(text)
+    return pairs, steps
 
 
 def spread(backgrounds: "list[Background]", num_devices: int) -> "list[Background]":
@@ -215,6 +241,7 @@ def in_short(outcome: "ShareOutcome") -> dict[str, Any]:
         "backgrounds": [
             {
                 "name": each.name,
+                "folder": str(background_path(outcome.folder, number)),
                 "device": each.device,
                 "steps": each.steps,
                 "kept": each.kept,
@@ -225,7 +252,7 @@ def in_short(outcome: "ShareOutcome") -> dict[str, Any]:
                 "multiprocessors": each.multiprocessors,
                 "losses": each.losses,
             }
-            for each in outcome.backgrounds
+            for number, each in enumerate(outcome.backgrounds)
         ],
     }
 
@@ -243,16 +270,26 @@ def _progress(name: str) -> "Iterator[Callable[[ShareProgress], None]]":
         yield observe
 
 
+def _learnt(losses: list[Any]) -> str:
+    """The last losses of a background that are numbers."""
+    last = losses[-1] if losses else []
+    known = [loss for loss in (last if isinstance(last, list) else [last]) if math.isfinite(loss)]
+    if not known:
+        return ""
+    return f"; loss {known[0]:.4g}" if len(known) == 1 else f"; losses {min(known):.4g} to {max(known):.4g}"
+
+
 def _show(outcome: "ShareOutcome", budget: float, console: Console) -> None:
     line = f"Foreground: loss {outcome.losses[-1]:.4g}, slowdown {outcome.slowdown:.3f} of {budget:g}"
     if outcome.slowdown_p95 is not None and outcome.alone_p95 is not None:
         line += f", p95 {outcome.slowdown_p95:.3f} ({outcome.alone_p95:.3f} alone)"
     console.print(line, highlight=False)
-    for each in outcome.backgrounds:
+    for number, each in enumerate(outcome.backgrounds):
         kept = f", {each.kept:.0%} of its speed alone" if each.kept is not None else ""
         why = f": {each.reason}" if each.reason else ""
         console.print(
-            f"Background {each.name} on device {each.device}: {each.steps} steps{kept}; {each.state}{why}",
+            f"Background {each.name} on device {each.device}: {each.steps} steps{kept}; {each.state}{why}"
+            f"{_learnt(each.losses)}; in {background_path(outcome.folder, number)}",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from burstpool.errors import ArtifactError
+from burstpool.report.sweep_contents import TrialCurve
 from burstpool.report.timeline import Timeline
 
 
@@ -49,6 +50,23 @@ class TrainedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundJob:
+    """A job that trained in what this one left."""
+
+    name: str
+    device: int
+    steps: int
+    """Trained beside it."""
+    kept: float | None
+    """Its speed then over its speed alone."""
+    state: str
+    reason: str
+    """Why it failed or left."""
+    members: tuple[TrialCurve, ...]
+    """Of an array; a single job is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """All that one report shows."""
 
@@ -71,6 +89,7 @@ class Contents:
     """What was measured: `vgg16 on A100, batch 64`."""
     trained: tuple[TrainedStep, ...] = ()
     """In the order of steps."""
+    backgrounds: tuple[BackgroundJob, ...] = ()
     details: Mapping[str, str] = field(default_factory=dict)
     """More to know, as name → text: hyper-parameters, versions."""
     notes: tuple[str, ...] = ()

@@ -4,10 +4,11 @@ Takes Contents. Computes nothing of its own: figures, overlay and charts do. Wha
 models, blocks and layers, settings) is escaped in `element`'s attributes and in `text_of`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from burstpool.report.charts import layer_bars, loss_curve, skyline, step_time_curve
-from burstpool.report.contents import Contents, PlannedWork
+from burstpool.report.contents import BackgroundJob, Contents, PlannedWork
 from burstpool.report.draw_charts import curve_picture, layers_picture, skyline_picture, swatch
 from burstpool.report.draw_timeline import kinds_legend, shown_note, timeline_picture
 from burstpool.report.figures import Figures, block_seconds, figures
@@ -17,9 +18,13 @@ from burstpool.report.parts import section as _section
 from burstpool.report.parts import tile as _tile
 from burstpool.report.parts import warnings as _notes
 from burstpool.report.svg import element, text_of
+from burstpool.report.sweep_contents import TrialCurve
+from burstpool.report.sweep_curves import curves_picture, trial_curves
 from burstpool.report.words import number, percent, runs, seconds, signed_percent
 
 _MOST_BLOCKS = 300
+_MOST_MEMBERS = 100
+"""Of a background array, whose curves are drawn."""
 
 
 def page(contents: Contents) -> str:
@@ -29,6 +34,7 @@ def page(contents: Contents) -> str:
         _timeline(contents),
         _skyline(contents),
         _training(contents, found),
+        _backgrounds(contents),
         _layers(contents),
         _blocks(contents),
         details(contents.details),
@@ -129,6 +135,44 @@ def _training(contents: Contents, found: Figures) -> str:
         parts.append(element("div", "<h3>Step time</h3>", drawn))
         notes += [f"Steps of more than three medians, left out: {times.num_left_out}."] if times.num_left_out else []
     return _section("Training", element("div", *parts, class_="pair"), notes=notes) if parts else ""
+
+
+def _backgrounds(contents: Contents) -> str:
+    if not contents.backgrounds:
+        return ""
+    notes, parts = [], []
+    for job in contents.backgrounds:
+        members = job.members[:_MOST_MEMBERS]
+        curves = trial_curves(members, _best(members))
+        if curves is not None:
+            drawn, _ = curves_picture(curves)
+            where = f"{job.name}, beside device {job.device}"
+            parts.append(element("div", element("h3", text_of(where)), drawn))
+    if parts:
+        notes.append("Training losses, smoothed; the member with the lowest in its last tenth is drawn strong.")
+    if any(len(job.members) > _MOST_MEMBERS for job in contents.backgrounds):
+        notes.append(f"Of arrays with more members than {_MOST_MEMBERS} the first {_MOST_MEMBERS} are drawn.")
+    heads = ("job", "beside device", "steps", "of its speed alone", "state", "last loss")
+    rows = (element("tr", *(element("td", text_of(cell)) for cell in _job_cells(job))) for job in contents.backgrounds)
+    head = element("thead", element("tr", *(element("th", text_of(name)) for name in heads)))
+    table = element("div", element("table", head, element("tbody", *rows)), class_="wide")
+    return _section("Background jobs", element("div", *parts, class_="pair"), table, notes=notes)
+
+
+def _best(members: Sequence[TrialCurve]) -> int | None:
+    """By the mean of the last tenth; a single job is not drawn strong."""
+    ends = {m.number: m.losses[-max(len(m.losses) // 10, 1) :] for m in members if m.losses}
+    known = {n: sum(end) / len(end) for n, end in ends.items() if all(map(math.isfinite, end))}
+    return min(known, key=lambda n: known[n]) if len(members) > 1 and known else None
+
+
+def _job_cells(job: BackgroundJob) -> tuple[str, ...]:
+    last = [member.losses[-1] for member in job.members if member.losses and math.isfinite(member.losses[-1])]
+    loss = number(min(last)) if last else ""
+    if len(last) > 1:
+        loss += f" to {number(max(last))}"
+    state = f"{job.state}: {job.reason}" if job.reason else job.state
+    return job.name, str(job.device), f"{job.steps:,}", percent(job.kept), state, loss
 
 
 def _layers(contents: Contents) -> str:

@@ -1,4 +1,7 @@
-"""What a sweep's report is made from, in the report's own words; `sweeping/outcome.py` fills it in."""
+"""What a sweep's report is made from, in the report's own words; `sweeping/outcome.py` fills it in.
+
+A background array in the report of its foreground is drawn from the same curves, its members for trials.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +13,7 @@ class TrialCurve:
 
     number: int
     name: str
-    """Its settings, in short."""
+    """What it is called when pointed at, with its settings."""
     settings: Mapping[str, str]
     state: str
     losses: tuple[float, ...]

@@ -1,18 +1,19 @@
-"""Curves of all trials of a sweep in one picture: the numbers, and the drawing.
+"""Curves of all trials of a sweep, or of all members of an array, in one picture: the numbers, and the drawing.
 
-Takes SweepContents. Returns `Curves`, smoothed and thinned out, with axes that a diverging trial does not stretch; and
+Takes their losses. Returns `Curves`, smoothed and thinned out, with axes that a diverging trial does not stretch; and
 SVG of it. Pure.
 """
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from burstpool.report.charts import Axis, axis, thinned
 from burstpool.report.draw_charts import WIDTH
 from burstpool.report.svg import element, label, line, picture, text_of
-from burstpool.report.sweep_contents import SweepContents, TrialCurve
+from burstpool.report.sweep_contents import TrialCurve
 from burstpool.report.words import number
 
 _MOST_POINTS = 200
@@ -49,27 +50,25 @@ class Curves:
     """Curves that leave the picture."""
 
 
-def trial_curves(contents: SweepContents) -> Curves | None:
-    """None where no trial has come to its second step."""
-    longest = max((len(trial.losses) for trial in contents.trials), default=1)
-    first_losses = [
-        abs(trial.losses[0]) for trial in contents.trials if trial.losses and math.isfinite(trial.losses[0])
-    ]
+def trial_curves(trials: Sequence[TrialCurve], best: int | None) -> Curves | None:
+    """None where no trial has come to its second step. `best` is the number of one."""
+    longest = max((len(trial.losses) for trial in trials), default=1)
+    first_losses = [abs(trial.losses[0]) for trial in trials if trial.losses and math.isfinite(trial.losses[0])]
     limit = _FAR * (statistics.median(first_losses) if first_losses else 1.0)
     widest = round(longest * _SMOOTHING / 2)
-    smooth = {trial.number: _smoothed(trial.losses, widest, limit) for trial in contents.trials}
-    drawn = [trial for trial in contents.trials if len(smooth[trial.number]) > 1]
+    smooth = {trial.number: _smoothed(trial.losses, widest, limit) for trial in trials}
+    drawn = [trial for trial in trials if len(smooth[trial.number]) > 1]
     if not drawn:
         return None
     lowest = min(0.0, min(value for trial in drawn for _, value in smooth[trial.number]))
     first = statistics.median(smooth[trial.number][0][1] for trial in drawn)
     highest = first + (first - lowest) * _HEADROOM
     inside = {n: [(step, value) for step, value in points if value <= highest] for n, points in smooth.items()}
-    ordered = sorted(drawn, key=lambda trial: (trial.number == contents.best, trial.state == "done", trial.number))
+    ordered = sorted(drawn, key=lambda trial: (trial.number == best, trial.state == "done", trial.number))
     lines = tuple(
         TrialLine(
             stretches=_stretches(smooth[trial.number], highest),
-            look=_look(trial, contents.best),
+            look=_look(trial, best),
             title=_title(trial),
         )
         for trial in ordered
@@ -126,7 +125,7 @@ def _look(trial: TrialCurve, best: int | None) -> str:
 
 def _title(trial: TrialCurve) -> str:
     last = f"\nobjective {number(trial.reports[-1][1])} at step {trial.reports[-1][0]}" if trial.reports else ""
-    return f"trial {trial.number}: {trial.name}\n{trial.state}{last}"
+    return f"{trial.name}\n{trial.state}{last}"
 
 
 def _smoothed(losses: tuple[float, ...], widest: int, limit: float) -> list[tuple[float, float]]:

@@ -47,7 +47,7 @@ def _tiles(contents: SweepContents) -> Iterator[str]:
 
 
 def _curves(contents: SweepContents) -> str:
-    curves = trial_curves(contents)
+    curves = trial_curves(contents.trials, contents.best)
     if curves is None:
         return ""
     legend = (

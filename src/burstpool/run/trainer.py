@@ -138,7 +138,7 @@ def prepare(
     )
     _check_picklable(task)
     with held(start.folder.path):  # somebody else may train there, from what lies there
-        _write_artifacts(start.folder, task, loaded, source.source if source else "")
+        write_artifacts(start.folder, task, loaded, source.source if source else "")
         if inputs is not None:
             inputs.save(PlanInputs.path(start.folder.plan))
         start.folder.cut_losses(start.step)
@@ -273,7 +273,8 @@ def _check_picklable(task: Task) -> None:
         ) from None
 
 
-def _write_artifacts(folder: RunFolder, task: Task, job: Job, source: str) -> None:
+def write_artifacts(folder: RunFolder, task: Task, job: Job, source: str) -> None:
+    """What a run folder says of a run that begins; `source` is "" for a job that was made in a program."""
     task.plan.save(folder.plan)
     task.schedule.save(folder.schedule)
     task.options.save(folder.options)

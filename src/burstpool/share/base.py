@@ -27,7 +27,8 @@ IMPLEMENTATIONS: dict[str, str] = {
 """Kind of device → `module:function`, loaded when it is asked for."""
 BACKGROUND = "background"
 """In the run folder, where background i has its own, called `i`."""
-_ENDLESS = 1_000_000_000
+ENDLESS = 1_000_000_000
+"""Steps of a background that has no end of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Background:
     source: str
     settings: tuple[Mapping[str, Any], ...] = ({},)
     """One for each member; more than one make an array."""
-    steps: int = _ENDLESS
+    steps: int = ENDLESS
     """At which step it ends, if the foreground does not end before."""
     memory_bytes: int | None = None
     """What it may allocate; None for a share of what the machine has free."""
@@ -144,6 +145,11 @@ class ShareFunction(Protocol):
     ) -> ShareOutcome:
         """Runs until the foreground has ended; raises RunError if the foreground fails, never for a background."""
         ...
+
+
+def background_path(run_folder: Path, number: int) -> Path:
+    """The folder of background `number`; `results.py` says what is in it."""
+    return run_folder / BACKGROUND / str(number)
 
 
 def refuse_used(folder: Path) -> None:

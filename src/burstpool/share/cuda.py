@@ -24,8 +24,8 @@ from burstpool.run.checkpoint import held_tensors, save_checkpoint, state_of
 from burstpool.run.export import export_weights
 from burstpool.run.folder import RunFolder, StepLoss
 from burstpool.run.options import RunOptions
-from burstpool.run.trainer import InterruptedRun, counted_interrupts
-from burstpool.run.worker import JobSource
+from burstpool.run.trainer import InterruptedRun, counted_interrupts, write_artifacts
+from burstpool.run.worker import JobSource, Task
 from burstpool.share.base import (
     Background,
     BackgroundOutcome,
@@ -52,6 +52,7 @@ from burstpool.share.gpu.timeline import timeline_of
 from burstpool.share.gpu.width import Widths
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.rehearsal import Rehearsal
+from burstpool.share.results import BackgroundFolder, write_members
 from burstpool.share.room import RESERVE
 
 _LOG = logging.getLogger(__name__)
@@ -219,9 +220,10 @@ class _Sharing:
         process = SecondProcess(
             wanted.name,
             sources[0],
-            checkpoints=self._checkpoints(beside),
+            checkpoints=self._folder(beside).run.checkpoints,
             autocast=self._autocast,
             memory_bytes=self._memory_bytes(wanted),
+            most_steps=wanted.steps,
         )
         beside.alone_s, beside.losses, beside.steps_before = process.alone_s, process.losses, process.steps_done
         return process
@@ -240,14 +242,14 @@ class _Sharing:
                 feeder = Feeder(sources[0], jobs[0], memory_bytes=wanted.memory_bytes or 4 << 30, niceness=10)
                 cleaning.callback(feeder.close)
                 work = JobAtWork(wanted.name, steps, feeder)
-                work.start()
+                work.start(most_steps=wanted.steps)
             beside.capture_s = work.capture_s
             # Without the cap: for a moment the foreground's state, too, is there twice.
             beside.multiprocessors = self._found_width(steps)
             cleaning.pop_all()
         work.read(all_of_them=True)
         beside.alone_s, beside.losses, beside.steps_before = steps.alone_s, work.losses, len(work.losses)
-        return BackgroundWork(work)
+        return BackgroundWork(work, most_steps=wanted.steps)
 
     def _found_width(self, steps: GraphStep | ArrayStep) -> float:
         """The part of the GPU for a background; the whole where nothing can be tried.
@@ -275,8 +277,8 @@ class _Sharing:
             raise ShareError("the foreground leaves no memory of the GPU")
         return min(share, wanted.memory_bytes or share)
 
-    def _checkpoints(self, beside: _Beside) -> Path:
-        return self.folder.path / "background" / str(self.backgrounds.index(beside)) / "checkpoints"
+    def _folder(self, beside: _Beside) -> BackgroundFolder:
+        return BackgroundFolder.of(self.folder.path, self.backgrounds.index(beside))
 
     @property
     def _autocast(self) -> Any:
@@ -329,21 +331,51 @@ class _Sharing:
             beside.was_away = beside.filler is not None and beside.filler.where in ("away", "returning")
             try:
                 self._keep_background(beside)
+                self._folder(beside).keep(beside.wanted, self._background_outcome(beside))
             except Exception as error:  # a full disk, say: the foreground has what it needs
                 _LOG.warning("background %s could not be saved: %s", beside.wanted.name, error)
 
     def _keep_background(self, beside: _Beside) -> None:
-        if isinstance(beside.filler, BackgroundWork):
-            beside.filler.finish()
-            self._save(beside.filler.work, self._checkpoints(beside))
-        elif isinstance(beside.filler, SecondProcess) and not beside.filler.ended and not beside.was_away:
-            beside.filler.finish()
-            beside.filler.leave(at_once=True)  # which writes a checkpoint
+        filler, folder = beside.filler, self._folder(beside)
+        if isinstance(filler, BackgroundWork):
+            filler.finish()
+            if isinstance(filler.work.steps, GraphStep):
+                self._save(filler.work, folder.run.checkpoints)
+                self._describe(beside, filler.work.steps)
+            else:
+                self._save(filler.work, folder.path)
+        elif isinstance(filler, SecondProcess) and not beside.was_away:
+            if not filler.ended:
+                filler.finish()
+            if not filler.ended or filler.last_step_s is not None:
+                filler.leave(at_once=True)  # which writes a checkpoint
+        if filler is not None and len(beside.wanted.settings) == 1:
+            folder.run.add_losses(
+                StepLoss(step=step, loss=loss, step_time_s=0.0) for step, [loss] in enumerate(beside.losses)
+            )
+
+    def _describe(self, beside: _Beside, steps: GraphStep) -> None:
+        """Makes the run folder of a background one that can be gone on with."""
+        wanted, run = beside.wanted, self._folder(beside).run
+        task = Task(
+            job=JobSource(source=wanted.source, settings=dict(wanted.settings[0])),
+            plan=steps.plan,
+            schedule=steps.schedule,
+            options=steps.options,
+            steps=steps.step,
+            checkpoints=str(run.checkpoints),
+        )
+        write_artifacts(run, task, steps.job, wanted.source)
 
     def _save(self, work: JobAtWork, folder: Path) -> Path | None:
+        """A checkpoint; of an array its members' weights too."""
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(work.steps, ArrayStep):
-            torch.save(work.steps.array.state_dict(), folder / "array.pt")
+            array, at = work.steps.array, work.feeder.position
+            positions = [(at.epoch, at.sample)] * len(array)
+            whole = {"array": array.state_dict(), "step": work.steps.step, "positions": positions}
+            torch.save(whole, folder / "array.pt")
+            write_members(array, folder / "weights")
             return None
         assert isinstance(work.steps, GraphStep)
         executor = work.steps.executor
@@ -391,15 +423,17 @@ class _Sharing:
     def _background_outcome(self, beside: _Beside) -> BackgroundOutcome:
         filler = beside.filler
         trained = len(beside.losses) - beside.steps_before
-        reason = beside.reason or (filler.ended if filler is not None else "")
+        last_step_s = filler.last_step_s if filler is not None else None
+        reason = beside.reason or (filler.ended if filler is not None and last_step_s is None else "")
         many = len(beside.wanted.settings) > 1
         stay = self._evictions.of(filler)
-        away = stay if beside.was_away and not reason else None
+        away = stay if beside.was_away and not reason and last_step_s is None else None
+        span_s = self._took_s if last_step_s is None else last_step_s - self._begun_s
         return BackgroundOutcome(
             name=beside.wanted.name,
             device=0,
             steps=trained,
-            kept=trained * beside.alone_s / self._took_s if beside.alone_s and self._took_s else None,
+            kept=trained * beside.alone_s / span_s if beside.alone_s and span_s > 0 else None,
             alone_step_s=beside.alone_s,
             state="failed" if reason else "evicted" if away else "ended",
             reason=away.reason if away else reason,

@@ -21,6 +21,7 @@ from burstpool.job import Job, load_jobs
 from burstpool.run.known_data import KnownData
 from burstpool.run.loading import Batches
 from burstpool.run.order import Position
+from burstpool.share.results import write_members
 
 _FORWARD, _BACKWARD, _STEP = (
     phrase("forward of the array"),
@@ -45,6 +46,8 @@ class FusedTask:
     """Whether matrix products are taken in bf16."""
     device: Literal["cpu", "cuda"] = "cpu"
     """On CUDA, the GPU of the worker's place."""
+    weights: str | None = None
+    """A folder for those of the members, when it ends or leaves; None where nobody wants them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,8 @@ def fused_work(place: Place, task: FusedTask) -> int:
             training.save()
     place.doing.say(_SAVING)
     training.save()
+    if task.weights is not None:
+        write_members(array, Path(task.weights))
     return training.step
 
 

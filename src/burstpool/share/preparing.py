@@ -17,13 +17,13 @@ from burstpool.fusion.structure import checked_models
 from burstpool.job import Job, load_jobs
 from burstpool.model.graph import LayerGraph
 from burstpool.plan.plan import Plan, PlannedBlock, even_shares
-from burstpool.run.folder import RunFolder
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import Start, prepare
 from burstpool.run.worker import Task
 from burstpool.share.base import Background, ShareRequest
 from burstpool.share.fused import FusedTask
+from burstpool.share.results import BackgroundFolder
 
 _CHECKPOINT_EVERY = 50
 _BLOCKS = 8
@@ -49,10 +49,8 @@ class Preparing:
     """What is to be prepared; picklable."""
 
     background: Background
-    run: RunFolder
-    """Of a single job; made, or gone on with if an attempt before this one has made it."""
-    checkpoint: str
-    """Of an array: a file."""
+    folder: BackgroundFolder
+    """The run folder in it is made, or gone on with if an attempt before this one has made it."""
     device: Literal["cpu", "cuda"]
     autocast: Literal["bf16", "fp16"] | None
     hang_s: float
@@ -84,12 +82,14 @@ def _prepared(place: Place, wanted: Preparing) -> Task | FusedTask:
             source=background.source,
             settings=background.settings,
             steps=background.steps,
-            checkpoint=wanted.checkpoint,
+            checkpoint=str(wanted.folder.array),
+            weights=str(wanted.folder.weights),
             checkpoint_every=_CHECKPOINT_EVERY,
             autocast=wanted.autocast == "bf16",
             device=wanted.device,
         )
     place.doing.say(TRACING)
+    run = wanted.folder.run
     options = RunOptions(
         device=wanted.device,
         cuda_graphs=False,  # a graph of the whole step could not be held up between slices
@@ -103,8 +103,8 @@ def _prepared(place: Place, wanted: Preparing) -> Task | FusedTask:
         background.source,
         sliced_plan(trace_job(job).graph, batch=job.batch, name=job.name),
         steps=background.steps,
-        run_folder=wanted.run.path,
-        resume=wanted.run.path if wanted.run.record.exists() else None,
+        run_folder=run.path,
+        resume=run.path if run.record.exists() else None,
         settings=dict(background.settings[0]),
         options=options,
     )[0]

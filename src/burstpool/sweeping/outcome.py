@@ -118,7 +118,7 @@ def sweep_contents(folder: SweepFolder) -> SweepContents:
     curves = tuple(
         TrialCurve(
             number=trial.number,
-            name=described(trial.settings),
+            name=f"trial {trial.number}: {described(trial.settings)}",
             settings={name: short(value) for name, value in trial.settings.items()},
             state=trial.state,
             losses=tuple(losses[: trial.step]),

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine, LocalWorkers
 from burstpool.errors import BurstpoolError, RunError, ShareError
-from burstpool.run.folder import RunFolder, read_losses
+from burstpool.run.folder import read_losses
 from burstpool.run.trainer import InterruptedRun, resumed, run_prepared
 from burstpool.run.worker import Task
 from burstpool.share.base import Background
@@ -29,6 +29,7 @@ from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gates.gate import Gate
 from burstpool.share.gates.gated import GatedTask, gated_work
 from burstpool.share.preparing import Mistake, Preparing, prepare_work
+from burstpool.share.results import BackgroundFolder
 
 _LOG = logging.getLogger(__name__)
 _LEAVE_S = 5.0
@@ -89,6 +90,8 @@ class Kept:
     evictions: int = 0
     losses: list[Any] = field(default_factory=list)
     """By step: a number, or one for each member of an array."""
+    last_step_s: float | None = None
+    """When it had trained all of its steps, by the machine's clock; None as long as it has not."""
 
 
 class Keeper:
@@ -107,7 +110,7 @@ class Keeper:
         gpu_share: float = 0.5,
     ) -> None:
         """`gpu` is the device of the plan whose GPU it works on, None for a CPU; `gpu_share` as in `GatedTask`."""
-        self.background, self.gate, self.folder = background, gate, folder
+        self.background, self.gate, self.folder = background, gate, BackgroundFolder(folder)
         self.kept = Kept(name=background.name)
         self._engine = GatedEngine(
             gate,
@@ -251,7 +254,7 @@ class Keeper:
             self.kept.losses = self._losses()
             self._at_work = False
         with self._deciding:
-            self.kept.state = "ended"
+            self.kept.state, self.kept.last_step_s = "ended", time.time()
         return False
 
     def _goes_on_after(self, error: Exception) -> bool:
@@ -281,11 +284,10 @@ class Keeper:
 
     def _prepare(self) -> Task | FusedTask:
         """In a process of its own, since it runs the job's code."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.path.mkdir(parents=True, exist_ok=True)
         wanted = Preparing(
             background=self.background,
-            run=RunFolder(self.folder / "run"),
-            checkpoint=str(self.folder.resolve() / "array.pt"),
+            folder=self.folder,
             device=self._device,
             autocast=self._autocast,
             hang_s=self._hang_s,
@@ -311,7 +313,7 @@ class Keeper:
         if isinstance(self._prepared, FusedTask):
             self._train_array(self._prepared)
         else:
-            run_prepared(*resumed(self._prepared, RunFolder(self.folder / "run")), engine=self._engine)
+            run_prepared(*resumed(self._prepared, self.folder.run), engine=self._engine)
 
     def _train_array(self, task: FusedTask) -> None:
         workers = self._engine.start(fused_work, task, num_workers=1, silence_s=self._hang_s)
@@ -322,7 +324,7 @@ class Keeper:
         finally:
             workers.terminate()
         if results[0] < self.background.steps:
-            raise InterruptedRun(self.folder, results[0])
+            raise InterruptedRun(self.folder.path, results[0])
 
     def _note(self, report: FusedReport) -> None:
         losses = self.kept.losses
@@ -332,4 +334,4 @@ class Keeper:
     def _losses(self) -> list[Any]:
         if len(self.background.settings) > 1:
             return self.kept.losses
-        return [loss.loss for loss in read_losses(self.folder / "run" / "losses.jsonl")]
+        return [loss.loss for loss in read_losses(self.folder.run.losses)]

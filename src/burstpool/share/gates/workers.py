@@ -9,6 +9,7 @@ On GPUs both processes' kernels run side by side where an MPS server runs, else 
 the other. Workers say what they do when their device gets to it, and background steps run eagerly, slice by slice.
 """
 
+import logging
 import threading
 import time
 from bisect import bisect_right
@@ -21,6 +22,7 @@ from typing import Any
 
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine, LocalWorkers
+from burstpool.errors import BurstpoolError
 from burstpool.limits import available_bytes
 from burstpool.report.timeline import Event, Timeline
 from burstpool.run.folder import RunFolder
@@ -28,7 +30,14 @@ from burstpool.run.outcome import Result
 from burstpool.run.progress import Progress
 from burstpool.run.trainer import run_prepared
 from burstpool.schedule.actions import Kind
-from burstpool.share.base import BACKGROUND, BackgroundOutcome, ShareOutcome, ShareProgress, ShareRequest, refuse_fp16
+from burstpool.share.base import (
+    BackgroundOutcome,
+    ShareOutcome,
+    ShareProgress,
+    ShareRequest,
+    background_path,
+    refuse_fp16,
+)
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.claim import claimed, gate_folder, terminable
 from burstpool.share.gates.announce import SHARING, Announcer, Pace, StepLog, slowdowns
@@ -38,6 +47,8 @@ from burstpool.share.gates.on_device import WhenReached, cuda_mark
 from burstpool.share.memory import MemoryWatch, reserve_bytes
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.room import FLOOR
+
+_LOG = logging.getLogger(__name__)
 
 _CALIBRATION_STEPS, _LEAST_CALIBRATION_S, _CALIBRATION_S = 20, 0.3, 2.0
 """A background's own speed is taken from so many steps and so much time at least, and from no more than so much where
@@ -150,8 +161,13 @@ def share_among_workers(
             alone_s = _started(kept)
             begin()
             engine = SharingEngine(request, _gates(request, kept), folder / SHARING)
-            result = run_prepared(task, start, engine=engine, observer=_observer(observer, kept))
-            return _what_came(request, result, engine, kept, alone_s)
+            backgrounds: list[BackgroundOutcome] = []
+            try:
+                result = run_prepared(task, start, engine=engine, observer=_observer(observer, kept))
+            finally:  # what backgrounds have learnt is kept whatever became of the foreground
+                _stop(kept)
+                backgrounds += _what_became(request, kept, engine.log, alone_s)
+            return _what_came(request, result, engine, kept, backgrounds)
 
 
 def _started(keepers: Sequence[Keeper]) -> list[float | None]:
@@ -176,28 +192,38 @@ def _gates(request: ShareRequest, keepers: Sequence[Keeper]) -> list[list[Gate]]
     return gates
 
 
+def _what_became(
+    request: ShareRequest, keepers: Sequence[Keeper], path: Path, alone_s: Sequence[float | None]
+) -> list[BackgroundOutcome]:
+    """Of the backgrounds, which have ended; written to their folders."""
+    log = StepLog.load(path) if path.exists() else StepLog()  # workers that were killed leave none
+    found = []
+    for (device, keeper), alone in zip(_placed(request, keepers), alone_s, strict=True):
+        found.append(_outcome(keeper, device, log, alone_s=alone))
+        try:
+            keeper.folder.keep(keeper.background, found[-1])
+        except (BurstpoolError, OSError) as error:  # a full disk, say: the foreground has what it needs
+            _LOG.warning("background %s could not be saved: %s", keeper.kept.name, error)
+    return found
+
+
 def _what_came(
     request: ShareRequest,
     result: Result,
     engine: SharingEngine,
     keepers: Sequence[Keeper],
-    alone_s: Sequence[float | None],
+    backgrounds: Sequence[BackgroundOutcome],
 ) -> ShareOutcome:
     log = StepLog.load(engine.log)
     log.save(result.folder / SHARING)
     timeline = _with_background(result.timeline, _placed(request, keepers), engine.first_event_s())
     if timeline is not None:
         timeline.save(RunFolder(result.folder).timeline)
-    for keeper in keepers:
-        keeper.stop()
     return ShareOutcome(
         folder=result.folder,
         losses=tuple(loss.loss for loss in result.losses),
         step_time_s=result.step_time_s,
-        backgrounds=tuple(
-            _outcome(keeper, device, log, alone_s=alone)
-            for (device, keeper), alone in zip(_placed(request, keepers), alone_s, strict=True)
-        ),
+        backgrounds=tuple(backgrounds),
         timeline=timeline,
         **slowdowns(log),
     )
@@ -222,7 +248,7 @@ def _kept(request: ShareRequest, folder: Path) -> Iterator[list[Keeper]]:
         Keeper(
             background,
             Gate.create(folder / f"gate-{i}"),
-            request.run_folder / BACKGROUND / str(i),
+            background_path(request.run_folder, i),
             memory_bytes=None if on_gpu else max(share_bytes, 64 << 20),
             autocast=request.options.autocast,
             gpu=_beside(request, i) if on_gpu else None,
@@ -241,11 +267,16 @@ def _kept(request: ShareRequest, folder: Path) -> Iterator[list[Keeper]]:
     finally:
         for watch in watches:
             watch.stop()
-        stopping = [threading.Thread(target=keeper.stop) for keeper in keepers]
-        for thread in stopping:
-            thread.start()
-        for thread in stopping:
-            thread.join()
+        _stop(keepers)
+
+
+def _stop(keepers: Sequence[Keeper]) -> None:
+    """All at once, as each may take a while; those that have ended are asked in vain."""
+    stopping = [threading.Thread(target=keeper.stop) for keeper in keepers]
+    for thread in stopping:
+        thread.start()
+    for thread in stopping:
+        thread.join()
 
 
 def _num_beside(request: ShareRequest, device: int) -> int:
@@ -285,7 +316,8 @@ def _reaches(keeper: Keeper, steps: int, timeout_s: float) -> bool:
 
 def _outcome(keeper: Keeper, device: int, log: StepLog, *, alone_s: float | None) -> BackgroundOutcome:
     kept, steps = keeper.kept, log.background_steps.get(str(keeper.gate.path), 0)
-    span_s = log.stopped_s - log.started_s
+    until_s = log.stopped_s if kept.last_step_s is None else min(log.stopped_s, kept.last_step_s)
+    span_s = until_s - log.started_s
     return BackgroundOutcome(
         name=kept.name,
         device=device,

@@ -16,6 +16,7 @@ import torch
 
 from burstpool.errors import ShareError
 from burstpool.run.loading import Batch
+from burstpool.share.base import ENDLESS
 from burstpool.share.gpu.evictions import Evictable, Where
 from burstpool.share.gpu.feeding import Feeder
 from burstpool.share.gpu.moving import give_back
@@ -27,6 +28,8 @@ FEED_TIMEOUT_S = 120.0
 """How long samples of a foreground are waited for."""
 NAP_S = 20e-6
 """Between two looks for them."""
+LAST_STEP = "it has trained all of its steps"
+"""Why a background has `ended` with which nothing is wrong."""
 _LOSSES = 256
 """Places for losses on their way to the host: a background may be many short steps ahead of what was read."""
 
@@ -145,6 +148,8 @@ class Filler(Evictable, Protocol):
     done_s: float
     """Work that was started, by its time alone."""
     steps_done: int
+    last_step_s: float | None
+    """When it had trained all of its steps, by `time.monotonic`; None as long as it has not. It is `ended` then too."""
 
     @property
     def next_s(self) -> float:
@@ -195,14 +200,18 @@ class BackgroundWork:
 
     leaves_by_itself = False
 
-    def __init__(self, work: JobAtWork) -> None:
+    def __init__(self, work: JobAtWork, *, most_steps: int = ENDLESS) -> None:
+        """`most_steps`: at which step it has ended, those included that it has trained by now."""
         self.name, self.work = work.name, work
         self.steps_done = 0
         self.done_s = 0.0
         self.ended = ""
+        self.last_step_s: float | None = None
         self.where: Where = "here"
         self._next = 0
         self._failures = 0
+        self._most_steps = most_steps
+        self._end_at_last()
 
     @property
     def next_s(self) -> float:
@@ -250,7 +259,13 @@ class BackgroundWork:
             self._next = 0
             self.steps_done += 1
             self._failures = 0
+            self._end_at_last()
         return PieceSpan(self.name, begin, end)
+
+    def _end_at_last(self) -> None:
+        """Its process, which has nothing to load any more, goes with the others: ending one takes a moment."""
+        if self.work.steps.step >= self._most_steps:
+            self.ended, self.last_step_s = LAST_STEP, time.monotonic()
 
     def look_after(self) -> None:
         """See `Filler`."""

@@ -54,11 +54,13 @@ class GraphStep:
         """About how long pieces are to be at the next capture."""
         options = replace(options or RunOptions(), device="cuda", device_timeline=False, cuda_graphs=True)
         traced = trace_job(job, fallback=options.fallback)
-        plan = even_plan(traced.graph, num_devices=1, batch=job.batch, name=job.name)
+        self.options = options
+        self.plan = even_plan(traced.graph, num_devices=1, batch=job.batch, name=job.name)
+        self.schedule = lower(self.plan, traced.graph)
         seat = Seat(device=0, on=stream.device, backend="gloo", control=control, doing=Silent())
         before = torch.cuda.current_stream()
         try:
-            self.executor, self._loader = set_up(job, plan, lower(plan, traced.graph), options, seat, traced=traced)
+            self.executor, self._loader = set_up(job, self.plan, self.schedule, options, seat, traced=traced)
         finally:
             torch.cuda.set_stream(before)
         self.executor.wants_graphs = False  # captured here, in pieces

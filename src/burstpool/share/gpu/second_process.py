@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +26,15 @@ from burstpool.errors import BurstpoolError, ShareError
 from burstpool.job import Job
 from burstpool.run.checkpoint import held_tensors, latest_checkpoint, load_checkpoint, save_checkpoint, state_of
 from burstpool.run.even import even_plan
+from burstpool.run.folder import RunFolder
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
-from burstpool.run.worker import JobSource
+from burstpool.run.trainer import write_artifacts
+from burstpool.run.worker import JobSource, Task
 from burstpool.schedule.lower import lower
+from burstpool.share.base import ENDLESS
+from burstpool.share.gpu.at_work import LAST_STEP
 from burstpool.share.gpu.evictions import Where
 from burstpool.share.gpu.loop import alone_in_a_group
 
@@ -69,13 +73,19 @@ class SecondProcess:
         memory_bytes: int | None = None,
         hang_s: float = 60.0,
         device: Literal["cpu", "cuda"] = "cuda",
+        most_steps: int = ENDLESS,
     ) -> None:
-        """Waits until the process has trained some steps, with the GPU its own, so that its speed alone is known."""
+        """Waits until the process has trained some steps, with the GPU its own, so that its speed alone is known.
+
+        `most_steps`: at which step it has ended, these included.
+        """
         self.name, self.ended, self.done_s, self.steps_done = name, "", 0.0, 0
+        self.last_step_s: float | None = None
         self.where: Where = "here"
         self.losses: list[list[float]] = []
         self._source, self._checkpoints, self._autocast = source, checkpoints, autocast
         self._memory_bytes, self._hang_s, self._device = memory_bytes, hang_s, device
+        self._most_steps = most_steps
         self._times_s: list[float] = []
         self._context = torch.multiprocessing.get_context("spawn")
         # Without a lock: there is one writer, and it may be killed at any moment.
@@ -111,7 +121,10 @@ class SecondProcess:
 
     def launch(self, gate: torch.cuda.Event | None) -> Posted | None:
         """See `Filler`; a step begins at once, whatever the gate: its process does not know the other's events."""
-        if self.ended or self.where != "here" or self._given > self.finished:  # one at a time
+        if self._given > self.finished:  # one at a time
+            return None
+        self._read()  # the last step may have been its last
+        if self.ended or self.where != "here":
             return None
         self._given += 1
         self.done_s += self.alone_s
@@ -142,7 +155,7 @@ class SecondProcess:
         while self.where != "away":
             over = not self._process.is_alive() or time.monotonic() - self._heard > _LEAVE_S
             self._read()  # also what it said last
-            if self.ended:
+            if self.ended and self.last_step_s is None:
                 return
             if over:
                 self.close()
@@ -202,13 +215,13 @@ class SecondProcess:
         theirs.close()
 
     def _calibrated(self) -> float:
-        for _ in range(_WARM_UP_STEPS + _CALIBRATION_STEPS):
+        for _ in range(min(_WARM_UP_STEPS + _CALIBRATION_STEPS, self._most_steps)):
             self._permits.release()
             self._given += 1
         deadline = time.monotonic() + _START_S
         while len(self.losses) < self._given:
             self.look_after()
-            if self.ended or time.monotonic() > deadline:
+            if (self.ended and self.last_step_s is None) or time.monotonic() > deadline:
                 reason = self.ended or f"it did not come to its first steps within {_START_S:g} s"
                 raise ShareError(f"background {self.name} cannot be run: {reason}")
             time.sleep(1e-3)
@@ -237,9 +250,18 @@ class SecondProcess:
                 self.steps_done = len(self.losses)
                 if not math.isfinite(loss):
                     self._end("the loss is not finite")
+                elif len(self.losses) >= self._most_steps and self.last_step_s is None:
+                    self._end_at_last()
+
+    def _end_at_last(self) -> None:
+        """It has trained all of its steps: it writes a checkpoint and leaves."""
+        self.ended, self.last_step_s = LAST_STEP, time.monotonic()
+        self.where, self._heard = "leaving", time.monotonic()
+        self._wants_out.value = 1
+        self._permits.release()
 
     def _end(self, reason: str) -> None:
-        self.ended, self.where = reason, "away"
+        self.ended, self.where, self.last_step_s = reason, "away", None
         if self._process is not None:
             self._process.kill()
 
@@ -297,6 +319,9 @@ class _Training:
         options = RunOptions(device=task.device, autocast=task.autocast, cuda_graphs=False)
         seat = Seat(device=0, on=device, backend="gloo", control=control, doing=Silent())
         schedule = lower(plan, traced.graph)
+        self._as_run = Task(
+            job=task.source, plan=plan, schedule=schedule, options=options, steps=1, checkpoints=task.checkpoints
+        )
         self._executor, self._loader = set_up(job, plan, schedule, options, seat, traced=traced)
         part = self._executor.part
         self._tensors = held_tensors(part.traced.model, part.holdings, 0)
@@ -337,5 +362,7 @@ class _Training:
             scale=None,
         )
         self._folder.mkdir(parents=True, exist_ok=True)
+        whence = self._as_run.job.source if isinstance(self._as_run.job, JobSource) else ""
+        write_artifacts(RunFolder(self._folder.parent), replace(self._as_run, steps=self.step), self._job, whence)
         update, control = self._executor.update, self._control
         save_checkpoint(self._folder, state, tensors=self._tensors, update=update, control=control, keep=1)
