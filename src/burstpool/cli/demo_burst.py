@@ -153,11 +153,13 @@ def _explain(story: Story, trained: dict[str, Trained], num_cores: int) -> None:
         f"Both train the same model: in the first {len(first)} steps their losses differ by {furthest:.1e} at most. "
         "That is rounding, which grows from step to step (in 64 bits, 1e-9 after 50 steps: docs/run.md)."
     )
-    if num_cores < story.num_devices:
+    crowded = {name: len(ways.plan.devices) for name, ways in trained.items() if len(ways.plan.devices) > num_cores}
+    if crowded:
+        whose = " and ".join(f"{count} workers under {name}" for name, count in crowded.items())
         story.say(
-            f"Note: {story.num_devices} workers share {num_cores} cores here, so that neither can reach the step "
-            "predicted for a core each; waking each other up comes on top. Such a machine shows that plans run as "
-            "planned and what their device-time costs, not how they scale.",
+            f"Note: {whose} share {num_cores} cores here, and cannot reach the step predicted for a core each; waking "
+            "each other up comes on top. Such a machine shows that plans run as planned and what their device-time "
+            "costs, not how they scale.",
             style="yellow",
         )
     for name, ways in trained.items():

@@ -191,7 +191,7 @@ def _on_cores(link: Link, num_workers: int, *, measure: bool, progress: Callable
     if not measure:
         return replace(link, shares_compute=True)
     progress("measuring reductions among workers that compute")
-    times = reduce_times(num_workers, timeout_s=TIMEOUT_S)
+    times = reduce_times(num_workers, num_cores=num_cores(), timeout_s=TIMEOUT_S)
     table = {count: {size: _rounded(time_s) for size, time_s in found.items()} for count, found in times.items()}
     return replace(link, shares_compute=True, reduce_s=table)
 

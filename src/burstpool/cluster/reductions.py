@@ -31,9 +31,20 @@ ReduceTimes = dict[int, dict[int, float]]
 """Workers → bytes → seconds."""
 
 
-def reduce_times(num_workers: int, *, timeout_s: float) -> ReduceTimes:
-    """For 2, 4, 8, … and all of so many workers on this machine."""
+def reduce_times(num_workers: int, *, num_cores: int, timeout_s: float) -> ReduceTimes:
+    """For 2, 4, 8, … and all of so many workers on this machine.
+
+    Those that would have a core each are measured as they are where the others have nothing to do.
+    """
     counts = sorted({2**power for power in range(1, num_workers.bit_length())} | {num_workers})
+    found: ReduceTimes = {}
+    for together in ([c for c in counts if c <= num_cores], [c for c in counts if c > num_cores]):
+        if together:
+            found |= _usual(max(together), together, timeout_s)
+    return found
+
+
+def _usual(num_workers: int, counts: list[int], timeout_s: float) -> ReduceTimes:
     several = [_reduce_times(num_workers, counts, timeout_s) for _ in range(_TRIES)]
     return {
         count: {size: usual_s([found[count][size] for found in several]) for size in REDUCED_BYTES} for count in counts
