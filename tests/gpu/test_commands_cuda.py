@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from burstpool.profiling.profile import Profile
 
@@ -49,6 +50,21 @@ def test_jobs_share_the_device_and_both_get_on(tmp_path: Path) -> None:
     assert found["slowdown"] < 1.6
     page = command("report", "shared", folder=tmp_path)
     assert (tmp_path / page["report"]).is_file()
+
+
+def test_what_a_background_learns_is_kept_and_can_be_gone_on_with(tmp_path: Path) -> None:
+    share = ("share", "zoo:tiny_vgg", "--device", DEVICE, "--slowdown", 1.5, "--steps", 1500)
+    small = ("--with", "zoo:tiny_mlp lr=0.1,0.01 --steps 60", "--with", "zoo:tiny_mlp lr=0.1 --steps 60")
+    array, single = command(*share, *small, "--run-folder", "shared", folder=tmp_path)["backgrounds"]
+    assert (array["state"], len(array["losses"])) == (single["state"], len(single["losses"])) == ("ended", 60)
+    for member in range(2):
+        assert load_file(tmp_path / array["folder"] / "weights" / f"member-{member:02}.safetensors")
+    run = Path(single["folder"]) / "run"
+    assert load_file(tmp_path / run / "weights.safetensors")
+    further = command("train", "--resume", run, "--steps", 80, folder=tmp_path)
+    alone = ("train", "zoo:tiny_mlp", "--set", "lr=0.1", "--device", DEVICE, "--devices", 1, "--no-measure")
+    whole = command(*alone, "--steps", 80, "--run-folder", "alone", folder=tmp_path)
+    assert further["loss"] == pytest.approx(whole["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("more", [(), ("--search", "asha", "--eta", 2)], ids=["grid", "halving"])

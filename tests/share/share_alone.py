@@ -14,7 +14,7 @@ from burstpool.run.options import RunOptions
 from burstpool.run.setup import Seat, set_up, trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.schedule.lower import lower
-from burstpool.share.base import Background, ShareOutcome, ShareRequest
+from burstpool.share.base import Background, ShareOutcome, ShareProgress, ShareRequest
 from burstpool.share.budget import Budget
 from burstpool.share.cpu import share_on_cpu
 from burstpool.share.gpu.loop import alone_in_a_group
@@ -28,7 +28,13 @@ def foreground_plan(*, devices: int) -> Plan:
     return even_plan(trace_job(job).graph, num_devices=devices, batch=job.batch, name="foreground")
 
 
-def share(folder: Path, *backgrounds: Background, devices: int, steps: int) -> ShareOutcome:
+def share(
+    folder: Path,
+    *backgrounds: Background,
+    devices: int,
+    steps: int,
+    observer: Callable[[ShareProgress], None] | None = None,
+) -> ShareOutcome:
     return share_on_cpu(
         ShareRequest(
             foreground=JOBS,
@@ -39,7 +45,8 @@ def share(folder: Path, *backgrounds: Background, devices: int, steps: int) -> S
             budget=Budget(slowdown=1.5),
             options=OPTIONS,
             run_folder=folder,
-        )
+        ),
+        observer=observer,
     )
 
 

@@ -1,5 +1,7 @@
 """Sharing on CPU workers, with real processes; how backgrounds fail is in `test_share_failures.py`."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from burstpool.job import load_job
 from burstpool.run.loading import Batches
 from burstpool.run.setup import trace_job
 from burstpool.run.torchrun import Silent
-from burstpool.run.trainer import train
-from burstpool.share.base import Background, find
+from burstpool.run.trainer import InterruptedRun, train
+from burstpool.share.base import Background, ShareProgress, find
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
 from burstpool.share.gates.workers import _started
 from burstpool.share.preparing import Mistake, Preparing, prepare_work, sliced_plan
@@ -112,6 +114,28 @@ def test_backgrounds_that_come_to_their_last_step_leave_what_they_learnt(tmp_pat
     # And a single job goes on as any run does.
     further = train(JOBS, plan, steps=steps + 5, resume=single.run.path, settings={"lr": 0.02})
     assert further.losses[0].step == steps
+
+
+def test_stopped_in_the_middle_what_backgrounds_have_learnt_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burstpool.share.gates.keeper._LEAVE_S", 300.0)  # none is killed for being slow
+    stopped: list[int] = []
+
+    def stop(progress: ShareProgress) -> None:
+        if progress.step > 200 and not stopped:
+            stopped.append(progress.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    both = (Background(source=JOBS), Background(source=JOBS, settings=({"lr": 0.05}, {"lr": 0.01})))
+    with pytest.raises(InterruptedRun):
+        share(tmp_path / "shared", *both, devices=1, steps=1_000_000, observer=stop)
+    single, array = (BackgroundFolder.of(tmp_path / "shared", number) for number in range(2))
+    for folder in (single, array):
+        record = BackgroundRecord.load(folder.record)
+        assert record.state == "ended"
+        assert record.steps == len(folder.losses_by_member()[0]) > 0
+    assert load_file(single.run.weights).keys() == load_file(array.weights / "member-01.safetensors").keys()
 
 
 def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

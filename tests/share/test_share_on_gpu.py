@@ -200,13 +200,15 @@ def test_backgrounds_that_come_to_their_last_step_have_ended_well(
     ],
 )
 def test_a_background_that_fails_before_the_run_is_left_out(
-    moment: str, error: BaseException, share: Callable[..., ShareOutcome], gpu: Gpu
+    moment: str, error: BaseException, share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path
 ) -> None:
     gpu.happens = at(moment, "background", error)
     found = share((BACK,))
     assert len(found.losses) == STEPS
     assert found.backgrounds[0].state == "failed"
     assert str(error) in found.backgrounds[0].reason
+    record = BackgroundRecord.load(BackgroundFolder.of(tmp_path / "run", 0).record)
+    assert (record.state, record.reason, record.steps) == ("failed", found.backgrounds[0].reason, 0)
 
 
 def test_where_parts_cannot_be_tried_or_a_checkpoint_not_written_it_trains_all_the_same(

@@ -350,6 +350,7 @@ class _Sharing:
             if not filler.ended or filler.last_step_s is not None:
                 filler.leave(at_once=True)  # which writes a checkpoint
         if filler is not None and len(beside.wanted.settings) == 1:
+            folder.run.path.mkdir(parents=True, exist_ok=True)
             folder.run.add_losses(
                 StepLoss(step=step, loss=loss, step_time_s=0.0) for step, [loss] in enumerate(beside.losses)
             )
