@@ -41,7 +41,7 @@ class _Attempts(Keeper):
 def until_asked(keeper: _Attempts) -> None:
     while keeper.gate.allowed_s(Moment.COMPUTING) != math.inf:
         time.sleep(0.001)
-    raise InterruptedRun(keeper.folder, 0)
+    raise InterruptedRun(keeper.folder.path, 0)
 
 
 def test_stopping_a_job_that_was_evicted_does_not_start_it_again(tmp_path: Path) -> None:
@@ -93,6 +93,29 @@ def test_a_job_that_hangs_when_it_is_asked_to_end_has_failed_and_says_where(
     keeper.stop()
     assert keeper.kept.state == "failed"
     assert keeper.kept.reason == "it did not answer for 0.05 s when it was asked to end; it was in step 7, forward a"
+
+
+def test_a_job_that_writes_what_it_has_learnt_is_given_time_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burstpool.share.gates.keeper._LEAVE_S", 0.05)
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+
+    def write(keeper: _Attempts) -> None:
+        until_asked(keeper)
+        process.join(0.5)
+        raise InterruptedRun(tmp_path, 7)
+
+    keeper = _Attempts(tmp_path, write)
+    keeper._prepared = Mock()
+    words = "in step 7, writing a checkpoint"
+    keeper._engine.workers = Mock(**{"pids.return_value": [process.pid], "doing.return_value": words})
+    keeper.start()
+    wait_for(lambda: keeper.is_here)
+    keeper.stop()
+    assert process.is_alive()
+    assert keeper.kept.state == "ended"
+    process.kill()
+    process.join()
 
 
 @pytest.mark.parametrize(

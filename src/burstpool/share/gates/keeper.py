@@ -34,6 +34,8 @@ from burstpool.share.results import BackgroundFolder
 _LOG = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 """How long one that is asked to leave may take before it is killed."""
+_WRITE_S = 60.0
+"""And how much longer where it writes what it has learnt by then: an array of large models is gigabytes."""
 _ASK_S = 0.02
 """Between two times that it is asked to leave: a process that is only starting has not heard the first."""
 
@@ -197,7 +199,8 @@ class Keeper:
             self.gate.let_leave()
             if (workers := self._engine.workers) is not None:
                 workers.ask_to_stop()
-            is_late = self._prepared is None or time.monotonic() > deadline
+            writing_s = _WRITE_S if "writing" in self._doing() else 0.0
+            is_late = self._prepared is None or time.monotonic() > deadline + writing_s
             if is_late and (pid := self.pid) is not None:
                 self._hung = self._why_killed(before)
                 with contextlib.suppress(ProcessLookupError):
