@@ -124,31 +124,35 @@ def test_it_holds_where_steps_alone_are_rare_and_the_foreground_or_the_cost_chan
     assert holds(found, slowdown, 1100)
 
 
-def test_a_foreground_whose_background_is_gone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gaps", "looks"), [((), 1), ((Gap(length_s=0.0),), 2)])
+def test_a_foreground_whose_background_is_gone_waits_for_nothing(
+    gaps: tuple[Gap, ...], looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is learnt of a step is worked out before the next: that cost up to 8% of steps of 1.6 ms."""
     learnt: list[int] = []
     add = BaseTime.add
     monkeypatch.setattr(BaseTime, "add", lambda self, t, *, step: learnt.append(step) or add(self, t, step=step))
-    Simulated(is_away=lambda step: step >= 300).run(Controller(Budget()), STEPS)
+    Simulated(is_away=lambda step: step >= 300).run(Controller(Budget(), gaps=gaps), STEPS)
     away = [step for step in learnt if step > 400]
-    assert 0.03 * (STEPS - 400) < len(away) < 0.06 * (STEPS - 400)
+    assert looks * 0.03 * (STEPS - 400) < len(away) < looks * 0.06 * (STEPS - 400)
     assert len({step % 10 for step in away}) == 10  # and meets all steps of a period
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(slowdowns, st.floats(0.4, 2.5), st.integers(401, 995), seeds)
-@example(1.10, 1.5, 990, 0)
-@example(1.10, 1 / 1.5, 995, 0)
-@example(1.05, 0.9, 600, 0)
+@given(slowdowns, st.floats(0.4, 2.5), st.integers(401, 995), st.sampled_from([(), (Gap(length_s=0.0),)]), seeds)
+@example(1.10, 1.5, 990, (), 0)
+@example(1.10, 1 / 1.5, 995, (), 0)
+@example(1.05, 0.9, 600, (), 0)
+@example(1.10, 1.0, 600, (Gap(length_s=0.0),), 0)
 def test_it_holds_for_a_background_that_comes_back_to_a_foreground_that_has_changed(
-    slowdown: float, change: float, when: int, seed: int
+    slowdown: float, change: float, when: int, gaps: tuple[Gap, ...], seed: int
 ) -> None:
     found = Simulated(
         alone_s=lambda step: 0.01 if step < when else 0.01 * change,
         is_away=lambda step: 300 <= step < 1000,
         seed=seed,
     )
-    found.run(Controller(Budget(slowdown=slowdown)), STEPS)
+    found.run(Controller(Budget(slowdown=slowdown), gaps=gaps), STEPS)
     assert holds(found, slowdown, 1000)
     assert found.mean_work(1200) > 0.7 * found.mean_work(150, 300)
 

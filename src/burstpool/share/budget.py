@@ -295,7 +295,8 @@ class Controller:
         if self._unvisited <= _QUIET or meant_alone or self.allowance.alone:
             return False
         known = self.base.num_samples >= _MOST_FIRST and not self.base.questions and self.pause_debt_s <= 0
-        return known and (not self._has_shared or self._has_saved())
+        could_come = not self._gaps_only_left  # such a step is looked at, so that it is the last that keeps them out
+        return known and could_come and (not self._has_shared or self._has_saved())
 
     def _take_alone(self, time_s: float, meant_alone: bool) -> None:
         """A step without background is a sample of the base, and leaves its share of the budget to the others."""
