@@ -64,3 +64,9 @@ class ShareError(BurstpoolError):
 
 class TraceError(BurstpoolError):
     """A model that cannot be split into layers."""
+
+
+def in_a_line(error: BaseException) -> str:
+    """An exception in words: ours say what is wrong, of others the kind goes with it."""
+    words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
+    return " ".join(words.split())[:300]

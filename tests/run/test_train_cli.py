@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +178,12 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_it_is_gone
     left = folder / "checkpoints" / ".step-00000003.part"
     left.mkdir()
     newest = folder / "checkpoints" / "step-00000004"
-    ways = {
-        "__0_0.distcp": lambda: _call("--resume", str(folder), "--steps", "6"),
-        ".metadata": lambda: load_weights(newest),
-    }
-    for name, read in ways.items():
+    ways: list[tuple[str, Callable[[], object]]] = [
+        ("__0_0.distcp", lambda: _call("--resume", str(folder), "--steps", "6")),
+        ("__0_0.distcp", lambda: load_weights(newest)),
+        (".metadata", lambda: load_weights(newest)),
+    ]
+    for name, read in ways:
         (newest / name).write_bytes((newest / name).read_bytes()[:20])
         with pytest.raises(BurstpoolError) as caught:
             read()

@@ -3,7 +3,7 @@
 import math
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -74,48 +74,125 @@ def test_a_job_that_was_just_starting_when_it_was_asked_to_leave_is_asked_again(
     assert keeper.kept.state == "ended"
 
 
-def test_a_job_that_hangs_when_it_is_asked_to_end_has_failed_and_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("burstpool.share.gates.keeper._LEAVE_S", 0.05)
-    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-    process.start()
+class _Sleeper:
+    """A process that does nothing, and what it says that it is doing."""
 
-    def hang(keeper: _Attempts) -> None:
-        process.join()
-        raise RunError("rank 0 was killed by SIGKILL")
+    def __init__(self, doing: Callable[[], str]) -> None:
+        self.process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        self.process.start()
+        self.doing_now = doing
 
-    keeper = _Attempts(tmp_path, hang)
-    keeper._prepared = Mock()
-    keeper._engine.workers = Mock(**{"pids.return_value": [process.pid], "doing.return_value": "in step 7, forward a"})
-    keeper.start()
-    wait_for(lambda: keeper.is_here)
+    def pids(self) -> list[int | None]:
+        return [self.process.pid] if self.process.is_alive() else []
+
+    def ask_to_stop(self) -> None: ...
+
+    def doing(self, rank: int) -> str:
+        return self.doing_now()
+
+
+@pytest.fixture
+def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[_Attempts, _Sleeper]]]:
+    """A keeper whose job is at work in such a process until that is killed, or for `ends_s` after it was asked."""
+    monkeypatch.setattr("burstpool.share.gates.keeper._LEAVE_S", 0.1)
+    made: list[_Sleeper] = []
+
+    def make(doing: Callable[[], str], *, ends_s: float = 600.0) -> tuple[_Attempts, _Sleeper]:
+        made.append(sleeper := _Sleeper(doing))
+
+        def attempt(keeper: _Attempts) -> None:
+            while sleeper.process.is_alive() and keeper.gate.allowed_s(Moment.COMPUTING) != math.inf:
+                time.sleep(0.001)
+            sleeper.process.join(ends_s)
+            if sleeper.process.exitcode is not None:
+                raise RunError("rank 0 was killed by SIGKILL")
+            raise InterruptedRun(tmp_path, 7)
+
+        keeper = _Attempts(tmp_path, attempt)
+        keeper._prepared = Mock()
+        keeper._engine.workers = sleeper  # type: ignore[assignment]
+        keeper.gate.allow(allowance(), step=0)
+        keeper.start()
+        wait_for(lambda: keeper.is_here)
+        return keeper, sleeper
+
+    yield make
+    for sleeper in made:
+        sleeper.process.kill()
+        sleeper.process.join()
+
+
+Sleeping = Callable[..., tuple[_Attempts, _Sleeper]]
+
+
+def test_a_job_that_hangs_when_it_is_asked_to_end_has_failed_and_says_where(sleeping: Sleeping) -> None:
+    keeper, _ = sleeping(lambda: "in step 7, forward a")
     keeper.stop()
     assert keeper.kept.state == "failed"
-    assert keeper.kept.reason == "it did not answer for 0.05 s when it was asked to end; it was in step 7, forward a"
+    assert keeper.kept.reason == "it did not answer for 0.1 s when it was asked to end; it was in step 7, forward a"
 
 
-def test_a_job_that_writes_what_it_has_learnt_is_given_time_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burstpool.share.gates.keeper._LEAVE_S", 0.05)
-    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-    process.start()
+def test_a_job_that_writes_what_it_has_learnt_is_given_time_to(sleeping: Sleeping) -> None:
+    keeper, sleeper = sleeping(lambda: "in step 7, writing a checkpoint", ends_s=0.5)
+    keeper.stop()
+    assert sleeper.process.is_alive()
+    assert keeper.kept.state == "ended"
 
-    def write(keeper: _Attempts) -> None:
-        until_asked(keeper)
-        process.join(0.5)
-        raise InterruptedRun(tmp_path, 7)
 
-    keeper = _Attempts(tmp_path, write)
-    keeper._prepared = Mock()
-    words = "in step 7, writing a checkpoint"
-    keeper._engine.workers = Mock(**{"pids.return_value": [process.pid], "doing.return_value": words})
+def test_a_job_that_goes_from_one_thing_to_the_next_is_not_killed_for_being_slow(sleeping: Sleeping) -> None:
+    keeper, sleeper = sleeping(lambda: f"in step 7, forward {int(50 * time.monotonic())}", ends_s=0.4)
+    keeper.stop()
+    assert sleeper.process.is_alive()
+    assert (keeper.kept.state, keeper.kept.reason) == ("ended", "")
+
+
+def test_a_job_that_never_ends_is_killed_in_the_end_however_busy(
+    sleeping: Sleeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burstpool.share.gates.keeper._WRITE_S", 0.3)
+    keeper, sleeper = sleeping(lambda: f"in step {int(50 * time.monotonic())}")
+    keeper.stop()
+    assert not sleeper.process.is_alive()
+    assert keeper.kept.state == "failed"
+    assert "it had not ended 0.3 s after it was asked to" in keeper.kept.reason
+
+
+def test_where_memory_is_short_nobody_waits_for_what_is_written_and_it_comes_back(sleeping: Sleeping) -> None:
+    keeper, sleeper = sleeping(lambda: "in step 7, writing a checkpoint")
+    assert keeper.evict("no memory")
+    wait_for(lambda: not keeper.is_here)
+    assert not sleeper.process.is_alive()
+    assert (keeper.kept.state, keeper.kept.reason, keeper.kept.restarts) == ("evicted", "no memory", 0)
+    keeper.attempt = until_asked
+    keeper.readmit()
+    wait_for(lambda: keeper.is_here)
+    keeper.stop()
+    assert keeper.attempts == 2
+    assert (keeper.kept.state, keeper.kept.reason) == ("ended", "")
+
+
+def test_whoever_is_in_a_hurry_waits_for_nothing_and_blames_nobody(sleeping: Sleeping) -> None:
+    keeper, sleeper = sleeping(lambda: "in step 7, writing a checkpoint")
+    keeper.hurry()
+    keeper.stop()
+    assert not sleeper.process.is_alive()
+    assert (keeper.kept.state, keeper.kept.reason) == ("ended", "")
+
+
+def test_a_job_that_fails_at_its_last_checkpoint_has_failed(tmp_path: Path) -> None:
+    def full(keeper: _Attempts) -> None:
+        with pytest.raises(InterruptedRun):
+            until_asked(keeper)
+        raise RunError("checkpoint step-7 cannot be written; is the disk full?")
+
+    keeper = _Attempts(tmp_path, full)
+    keeper.gate.allow(allowance(), step=0)
     keeper.start()
     wait_for(lambda: keeper.is_here)
     keeper.stop()
-    assert process.is_alive()
-    assert keeper.kept.state == "ended"
-    process.kill()
-    process.join()
+    assert keeper.attempts == 1
+    assert (keeper.kept.state, keeper.kept.restarts) == ("failed", 0)
+    assert "is the disk full?" in keeper.kept.reason
 
 
 @pytest.mark.parametrize(

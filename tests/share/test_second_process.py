@@ -1,5 +1,6 @@
 """A background job as a second process, on a CPU: it trains on after it has left and come back, or was killed."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from share_alone import JOBS, foreground_plan, losses_alone
 
+from burstpool.errors import RunError
+from burstpool.run.checkpoint import latest_checkpoint
 from burstpool.run.folder import RunFolder
 from burstpool.run.trainer import train
 from burstpool.run.worker import JobSource
@@ -107,6 +110,44 @@ def test_one_that_is_killed_has_ended_and_counts_as_away(process: SecondProcess)
     assert "SIGKILL" in process.ended
     assert process.where == "away"
     process.leave(at_once=True)  # nothing to wait for
+
+
+def test_it_leaves_signals_to_its_owner_and_saves_what_it_has_learnt(process: SecondProcess, tmp_path: Path) -> None:
+    train_on(process, 10)
+    for number in (signal.SIGINT, signal.SIGTERM):  # as whoever stops a whole group of processes sends them
+        os.kill(process._process.pid, number)
+    process.finish()
+    process.save()
+    assert process.where == "away"
+    assert not process.ended
+    newest = latest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.name == f"step-{len(process.losses):08}"
+    process.save()  # it is, already
+
+
+def test_one_that_dies_as_it_saves_says_what_is_missing(process: SecondProcess) -> None:
+    train_on(process, 10)
+    process.finish()
+    os.kill(process._process.pid, signal.SIGKILL)
+    process._process.join()
+    with pytest.raises(RunError, match="of step 0"):
+        process.save()
+
+
+def test_a_loss_that_is_not_finite_is_the_end_whatever_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(SecondProcess, "_start", lambda process: None)
+        patch.setattr(SecondProcess, "_calibrated", lambda process: 1e-3)
+        source = JobSource(source=JOBS, settings={})
+        process = SecondProcess("background", source, checkpoints=tmp_path, device="cpu", most_steps=2)
+    process._answers, theirs = multiprocessing.Pipe(duplex=False)
+    for loss in (math.nan, 0.5):
+        theirs.send(("step", loss, 1e-3))
+    process.finish()
+    assert process.ended == "the loss is not finite"
+    assert process.last_step_s is None
+    process.save()  # there is nothing worth saving
 
 
 def test_stopped_while_its_first_steps_are_waited_for_no_process_is_left(

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,13 +16,15 @@ from share_alone import JOBS, foreground_plan, losses_alone, share
 
 from burstpool.engine.base import Place
 from burstpool.job import load_job
+from burstpool.run.folder import RunRecord
 from burstpool.run.loading import Batches
 from burstpool.run.setup import trace_job
 from burstpool.run.torchrun import Silent
 from burstpool.run.trainer import InterruptedRun, train
+from burstpool.share.array_file import export_members, load_array
 from burstpool.share.base import Background, ShareProgress, find
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
-from burstpool.share.gates.workers import _started
+from burstpool.share.gates.workers import _started, _stop
 from burstpool.share.preparing import Mistake, Preparing, prepare_work, sliced_plan
 from burstpool.share.results import BackgroundFolder, BackgroundRecord
 
@@ -38,7 +42,7 @@ def place_for(report: Callable[[Any], None]) -> Place:
 
 
 def array_alone(
-    settings: tuple[dict[str, Any], ...], steps: int, folder: Path, *, source: str = JOBS, weights: Path | None = None
+    settings: tuple[dict[str, Any], ...], steps: int, folder: Path, *, source: str = JOBS
 ) -> list[tuple[float, ...]]:
     found: list[FusedReport] = []
     place = place_for(found.append)
@@ -48,7 +52,6 @@ def array_alone(
         steps=steps,
         checkpoint=str(folder / "alone.pt"),
         checkpoint_every=1000,
-        weights=None if weights is None else str(weights),
     )
     fused_work(place, task)
     return [report.losses for report in found]
@@ -98,7 +101,8 @@ def test_backgrounds_that_come_to_their_last_step_leave_what_they_learnt(tmp_pat
     single, array = (BackgroundFolder.of(tmp_path / "shared", number) for number in range(2))
     for folder, background in zip((single, array), found.backgrounds, strict=True):
         record = BackgroundRecord.load(folder.record)
-        assert (record.state, record.steps, record.steps_beside) == ("ended", steps, background.steps)
+        assert (record.state, record.steps, record.saved_steps) == ("ended", steps, steps)
+        assert record.steps_beside == background.steps
     assert [member["lr"] for member in BackgroundRecord.load(array.record).settings] == [0.05, 0.01]
     assert [list(losses) for losses in zip(*array.losses_by_member(), strict=True)] == found.backgrounds[1].losses
     assert single.losses_by_member() == [tuple(found.backgrounds[0].losses)]
@@ -107,7 +111,8 @@ def test_backgrounds_that_come_to_their_last_step_leave_what_they_learnt(tmp_pat
     plan = sliced_plan(trace_job(job).graph, batch=job.batch, name="background")
     alone = train(JOBS, plan, steps=steps, run_folder=tmp_path / "alone", settings={"lr": 0.02})
     assert_same(load_file(single.run.weights), load_file(alone.weights))
-    array_alone(settings, steps, tmp_path, weights=tmp_path / "members")
+    array_alone(settings, steps, tmp_path)
+    export_members(load_array(tmp_path / "alone.pt"), tmp_path / "members")
     for member in ("member-00.safetensors", "member-01.safetensors"):
         assert_same(load_file(array.weights / member), load_file(tmp_path / "members" / member))
     assert load_job(JOBS).build_model().load_state_dict(load_file(array.weights / "member-01.safetensors"))
@@ -134,8 +139,9 @@ def test_stopped_in_the_middle_what_backgrounds_have_learnt_is_kept(
     for folder in (single, array):
         record = BackgroundRecord.load(folder.record)
         assert record.state == "ended"
-        assert record.steps == len(folder.losses_by_member()[0]) > 0
+        assert record.steps == record.saved_steps == len(folder.losses_by_member()[0]) > 0
     assert load_file(single.run.weights).keys() == load_file(array.weights / "member-01.safetensors").keys()
+    assert RunRecord.load(single.run.record).steps == BackgroundRecord.load(single.record).steps
 
 
 def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -196,6 +202,18 @@ def test_the_foreground_waits_for_all_backgrounds_that_hang_together_not_for_one
     assert _started(keepers) == [None] * 4
     assert now_s[0] < 60 + 3 * 10 + 1
     assert all(keeper.gate.close.called for keeper in keepers)
+
+
+def test_ctrl_c_while_backgrounds_write_ends_them_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    hurried, pressed = threading.Event(), time.monotonic() + 0.3
+    keepers: Any = [Mock(stop=lambda: hurried.wait(60), hurry=hurried.set), Mock()]
+    with patch("burstpool.share.gates.workers._QUIETLY_S", 0.1):
+        _stop(keepers, lambda: int(time.monotonic() > pressed))
+    assert hurried.is_set()
+    assert all(keeper.stop.called for keeper in keepers[1:])
+    assert [record.message for record in caplog.records] == [
+        "background jobs write what they have learnt; press Ctrl-C to end them at once"
+    ]
 
 
 def test_unknown_device_is_refused() -> None:

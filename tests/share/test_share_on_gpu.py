@@ -43,9 +43,17 @@ class Gpu:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.feeders = clock, list[FakeFeeder]()
         self.happens: Callable[[str, str], None] = lambda moment, whose: None
+        self.losses: dict[str, Callable[[int], float]] = {}
+        """By whose, where they are not the number of the step."""
+        self.raises_in = -1
+        """In which step the user's code raises in a background."""
 
     def comes_to(self, moment: str, job: Any) -> None:
-        self.happens(moment, "background" if job.settings["lr"] == 0.5 else "foreground")
+        self.happens(moment, whose(job))
+
+
+def whose(job: Any) -> str:
+    return "background" if job.settings["lr"] == 0.5 else "foreground"
 
 
 @pytest.fixture
@@ -57,13 +65,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
         def __init__(self, job: Any, *, stream: Any, control: Any, piece_s: float = math.inf, options: Any) -> None:
             found.comes_to("building", job)
-            super().__init__(clock, *([1e-3] if math.isinf(piece_s) else [3e-4, 3e-4]), stream=stream)
+            lengths_s = [1e-3] if math.isinf(piece_s) else [3e-4, 3e-4]
+            super().__init__(clock, *lengths_s, stream=stream, loss=found.losses.get(whose(job), float))
             self.job, self.options = job, options
+            if whose(job) == "background":
+                self.pieces[1] = self._raising(self.pieces[1])
             self.plan = even_plan(graph := trace_job(job).graph, num_devices=1, batch=job.batch, name=job.name)
             self.schedule = lower(self.plan, graph)
 
         def capture(self) -> None:
             found.comes_to("capturing", self.job)
+
+        def _raising(self, piece: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                if self.step == found.raises_in:
+                    raise ValueError("a schedule of the user's")
+                piece()
+
+            return run
 
     class Array(FakeSteps, ArrayStep):
         def __init__(self, jobs: Any, *, stream: Any, piece_s: float, autocast: Any) -> None:
@@ -211,18 +230,102 @@ def test_a_background_that_fails_before_the_run_is_left_out(
     assert (record.state, record.reason, record.steps) == ("failed", found.backgrounds[0].reason, 0)
 
 
-def test_where_parts_cannot_be_tried_or_a_checkpoint_not_written_it_trains_all_the_same(
-    share: Callable[..., ShareOutcome], gpu: Gpu
-) -> None:
-    def happens(moment: str, whose: str) -> None:
-        if whose == "background" and moment in ("trying parts", "saving"):
-            raise CaptureError("no memory") if moment == "trying parts" else OSError("no space")
-
-    gpu.happens = happens
+def test_where_parts_cannot_be_tried_it_trains_on_the_whole(share: Callable[..., ShareOutcome], gpu: Gpu) -> None:
+    gpu.happens = at("trying parts", "background", CaptureError("no memory"))
     found = share((BACK,))
     assert found.backgrounds[0].state == "ended"
     assert found.backgrounds[0].multiprocessors == 1.0
     assert found.backgrounds[0].steps > 20
+
+
+def test_backgrounds_that_cannot_be_saved_have_failed_and_their_losses_and_records_are_there(
+    share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path
+) -> None:
+    gpu.happens = at("saving", "background", OSError(28, "No space left"))
+    found = share((BACK,), (BACK, BACK))
+    for number, background in enumerate(found.backgrounds):
+        assert background.state == "failed"
+        assert background.reason == "what it has learnt could not be saved: OSError: [Errno 28] No space left"
+        folder = BackgroundFolder.of(tmp_path / "run", number)
+        assert BackgroundRecord.load(folder.record).reason == background.reason
+        assert len(folder.losses_by_member()[0]) == background.steps > 20
+
+
+def test_where_the_foreground_cannot_be_saved_backgrounds_are(
+    share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path
+) -> None:
+    saved: list[str] = []
+
+    def happens(moment: str, whose: str) -> None:
+        if moment == "saving":
+            saved.append(whose)
+            if whose == "foreground":
+                raise OSError(28, "No space left")
+
+    gpu.happens = happens
+    with pytest.raises(OSError, match="No space left"):
+        share((BACK,), (BACK,))
+    assert saved == ["foreground", "background", "background"]
+    records = [BackgroundRecord.load(folder.record) for folder in BackgroundFolder.all_in(tmp_path / "run")]
+    assert [record.state for record in records] == ["ended", "ended"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_background_that_turned_nan_or_raised_in_a_step_is_not_saved_as_if_it_had_not(
+    last: bool, share: Callable[..., ShareOutcome], gpu: Gpu
+) -> None:
+    saved: list[str] = []
+    gpu.happens = lambda moment, whose: saved.append(whose) if moment == "saving" else None
+    gpu.losses["background"] = lambda step: math.nan if step == 20 else 1.0
+    [turned] = share((BACK,), steps=21 if last else ENDLESS).backgrounds
+    assert (turned.state, turned.reason) == ("failed", "the loss is not finite")
+    assert len(turned.losses) >= 21
+    assert saved == ["foreground"]
+
+
+def test_a_background_that_raises_in_the_middle_of_a_step_is_not_saved(
+    share: Callable[..., ShareOutcome], gpu: Gpu
+) -> None:
+    saved: list[str] = []
+    gpu.happens = lambda moment, whose: saved.append(whose) if moment == "saving" else None
+    gpu.raises_in = 10
+    [raised] = share((BACK,)).backgrounds
+    assert (raised.state, raised.reason) == ("failed", "ValueError: a schedule of the user's")
+    assert raised.losses == list(range(10))
+    assert saved == ["foreground"]
+
+
+def test_equal_backgrounds_that_are_left_out_have_a_record_each(
+    share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path
+) -> None:
+    gpu.happens = at("building", "background", ValueError("wrong"))
+    share((BACK,), (BACK,))
+    assert len(BackgroundFolder.all_in(tmp_path / "run")) == 2
+
+
+def test_one_more_ctrl_c_while_all_is_saved_does_it_no_harm(
+    share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burstpool.run.trainer._ONE_INTERRUPT_S", 0.0)
+    saved: list[str] = []
+
+    def happens(moment: str, whose: str) -> None:
+        if moment == "saving":
+            saved.append(whose)
+            if whose == "foreground":
+                os.kill(os.getpid(), signal.SIGINT)
+
+    gpu.happens = happens
+    looks = iter(range(STEPS))
+    monkeypatch.setattr(
+        cuda._Sharing,
+        "_watch",
+        lambda sharing, shared: os.kill(os.getpid(), signal.SIGINT) if next(looks) == 60 else None,
+    )
+    with pytest.raises(InterruptedRun):
+        share((BACK,))
+    assert saved == ["foreground", "background"]
+    assert BackgroundRecord.load(BackgroundFolder.of(tmp_path / "run", 0).record).state == "ended"
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def _backgrounds(folder: RunFolder | None) -> tuple[BackgroundJob, ...]:
     if folder is None:
         return ()
     found: list[BackgroundJob] = []
-    while (job := BackgroundFolder.of(folder.path, len(found))).record.is_file():
+    for job in BackgroundFolder.all_in(folder.path):
         record = BackgroundRecord.load(job.record)
         members = tuple(
             TrialCurve(

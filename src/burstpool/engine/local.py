@@ -107,7 +107,7 @@ class LocalWorkers:
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
         # Before multiprocessing, as this process ends, sends SIGTERM to all that are left and waits for them.
-        util.Finalize(self, _kill, args=(self._processes,), exitpriority=0)
+        util.Finalize(self, kill_running, args=(self._processes,), exitpriority=0)
         self._pipes: list[Connection] = []
         self._doing: list[SharedDoing] = []
         self._changed: list[tuple[str, float]] = []
@@ -163,11 +163,11 @@ class LocalWorkers:
     def terminate(self) -> None:
         """Those that returned are let go, the others killed."""
         started = [process for process in self._processes if process.pid is not None]
-        _kill([process for rank, process in enumerate(self._processes) if rank not in self._results])
+        kill_running([process for rank, process in enumerate(self._processes) if rank not in self._results])
         deadline = time.monotonic() + _END_S
         for process in started:
             process.join(timeout=max(deadline - time.monotonic(), 0))
-        _kill(started)
+        kill_running(started)
         for process in started:
             process.close()
         for pipe in self._pipes:
@@ -275,7 +275,7 @@ def _enter(
     gc.freeze()
 
 
-def _kill(processes: list[Any]) -> None:
+def kill_running(processes: list[Any]) -> None:
     """Ends those that are running."""
     running = [process for process in processes if process.pid is not None and process.is_alive()]
     for process in running:

@@ -130,11 +130,7 @@ def load_checkpoint(
         wanted.update(_empty(metadata, f"group.{key}", exact=True))
     wanted.update(_empty(metadata, "scheduler", exact=True))
     _check_shapes(path, metadata, wanted)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        load(wanted, storage_reader=reader, planner=planner, process_group=control)
-    except CheckpointException as error:
-        raise RunError(_broken(path, _cause(error))) from error
+    fill(wanted, reader, control=control)
     _restore(update, wanted)
     if update.scale is not None and state.loss_scale is not None:
         update.scale.factor, update.scale.good_steps = state.loss_scale
@@ -147,6 +143,15 @@ def read_metadata(reader: FileSystemReader) -> Metadata:
         return reader.read_metadata()
     except Exception as error:  # pickle raises anything for a file that is cut short
         raise RunError(_broken(reader.checkpoint_id, f"{type(error).__name__}: {error}")) from error
+
+
+def fill(wanted: dict[str, Any], reader: FileSystemReader, *, control: dist.ProcessGroup | None) -> None:
+    """Reads what is stored under these names into what is there; without a group, by this process alone."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        load(wanted, storage_reader=reader, planner=planner, process_group=control, no_dist=control is None)
+    except CheckpointException as error:  # no Exception: who catches those would be ended by it
+        raise RunError(_broken(reader.checkpoint_id, _cause(error))) from error
 
 
 def _broken(path: str | os.PathLike[str], why: str) -> str:

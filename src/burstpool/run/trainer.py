@@ -91,7 +91,15 @@ def run_prepared(
 ) -> Result:
     """Runs what `prepare` prepared; its other arguments are those of `train`."""
     with held(start.folder.path):
-        return _Watch(task, start, engine or LocalEngine(), observer).run()
+        watch = _Watch(task, start, engine or LocalEngine(), observer)
+        results = watch.run()
+        return write_outcome(start.folder, task.schedule, watch.log.losses, results)
+
+
+def run_for_others(task: Task, start: "Start", *, engine: Engine) -> None:
+    """The same, but leaves losses and checkpoints only: whoever has the time for it makes weights of these."""
+    with held(start.folder.path):
+        _Watch(task, start, engine, None).run()
 
 
 def resumed(task: Task, folder: RunFolder) -> "tuple[Task, Start]":
@@ -161,8 +169,8 @@ class _Watch:
         self.task, self.start, self.engine, self.observer = task, start, engine, observer
         self.log = RunLog(task.plan, steps=task.steps, first_step=start.step)
 
-    def run(self) -> Result:
-        """Until all workers have ended."""
+    def run(self) -> list[WorkerResult]:
+        """Until all workers have ended; what they returned, by rank."""
         workers = self.engine.start(
             work, self.task, num_workers=self.task.plan.num_devices, silence_s=self.task.options.timeout_s
         )
@@ -175,7 +183,7 @@ class _Watch:
             workers.terminate()
         if results[0].step < self.task.steps:
             raise InterruptedRun(self.start.folder.path, results[0].step)
-        return write_outcome(self.start.folder, self.task.schedule, self.log.losses, results)
+        return results
 
     def _watch(self, workers: Workers, interrupts: Callable[[], int]) -> list[WorkerResult]:
         asked = False

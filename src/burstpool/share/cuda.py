@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burstpool.errors import BurstpoolError, CaptureError, RunError, ShareError
+from burstpool.errors import CaptureError, RunError, ShareError, in_a_line
 from burstpool.job import load_jobs
 from burstpool.run.checkpoint import held_tensors, save_checkpoint, state_of
 from burstpool.run.export import export_weights
@@ -26,6 +26,7 @@ from burstpool.run.folder import RunFolder, StepLoss
 from burstpool.run.options import RunOptions
 from burstpool.run.trainer import InterruptedRun, counted_interrupts, write_artifacts
 from burstpool.run.worker import JobSource, Task
+from burstpool.share.array_file import save_array
 from burstpool.share.base import (
     Background,
     BackgroundOutcome,
@@ -38,7 +39,7 @@ from burstpool.share.claim import claimed, terminable
 from burstpool.share.gates.announce import SHARING, StepLog, slowdowns
 from burstpool.share.gates.workers import share_among_workers
 from burstpool.share.gpu.array_steps import ArrayStep
-from burstpool.share.gpu.at_work import BackgroundWork, Filler, JobAtWork, in_a_line, move
+from burstpool.share.gpu.at_work import BackgroundWork, Filler, JobAtWork, move
 from burstpool.share.gpu.capabilities import capabilities
 from burstpool.share.gpu.evictions import Evictions, Stay
 from burstpool.share.gpu.feeding import Feeder
@@ -52,15 +53,17 @@ from burstpool.share.gpu.timeline import timeline_of
 from burstpool.share.gpu.width import Widths
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.rehearsal import Rehearsal
-from burstpool.share.results import BackgroundFolder, write_members
+from burstpool.share.results import BackgroundFolder
 from burstpool.share.room import RESERVE
 
 _LOG = logging.getLogger(__name__)
 _VIEW_S = 0.5
 """Between two looks of a live view."""
+_MOST_INTERRUPTS = 2
+"""The first Ctrl-C ends the run, which is then saved; one more does that no harm, and the next gives it up."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Beside:
     """A background job and what became of it."""
 
@@ -136,12 +139,15 @@ class _Sharing:
         )
         self._begun_s = time.monotonic()
         begin()
-        try:
-            with counted_interrupts() as interrupts:
+        with counted_interrupts(most=_MOST_INTERRUPTS) as interrupts:
+            try:
                 gpu.run(self.request.steps - len(foreground.losses), stop=lambda: interrupts() > 0)
-        finally:
-            self._took_s = time.monotonic() - self._begun_s
-            self._keep(foreground, gpu)
+            finally:
+                self._took_s = time.monotonic() - self._begun_s
+                try:
+                    self._keep(foreground, gpu)
+                finally:  # also where the foreground's cannot be saved
+                    self._outcomes = [self._kept(beside) for beside in self.backgrounds]
         if len(foreground.losses) < self.request.steps:
             raise InterruptedRun(self.folder.path, len(foreground.losses))
         return self._outcome(foreground, gpu)
@@ -200,8 +206,7 @@ class _Sharing:
         beside.held_bytes = max(free_bytes - torch.cuda.mem_get_info()[0], 0)
 
     def _leave_out(self, beside: _Beside, error: BaseException) -> None:
-        words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
-        beside.reason = " ".join(words.split())[:300]
+        beside.reason = in_a_line(error)
         _LOG.warning("background %s is left out: %s", beside.wanted.name, beside.reason)
 
     def _filler(self, beside: _Beside) -> Filler:
@@ -315,7 +320,7 @@ class _Sharing:
         )
 
     def _keep(self, foreground: JobAtWork, gpu: SharedGpu) -> None:
-        """The foreground's losses, checkpoint and weights; then checkpoints of the captured background jobs."""
+        """The foreground's losses, checkpoint and weights."""
         torch.cuda.synchronize()
         times_s = gpu.measured.step_s
         early = len(foreground.losses) - len(times_s)
@@ -327,33 +332,40 @@ class _Sharing:
         checkpoint = self._save(foreground, self.folder.checkpoints) if sound else None
         if checkpoint is not None:
             export_weights(checkpoint, self.folder.weights)
-        for beside in self.backgrounds:
-            beside.was_away = beside.filler is not None and beside.filler.where in ("away", "returning")
-            try:
-                self._keep_background(beside)
-                self._folder(beside).keep(beside.wanted, self._background_outcome(beside))
-            except Exception as error:  # a full disk, say: the foreground has what it needs
-                _LOG.warning("background %s could not be saved: %s", beside.wanted.name, error)
 
-    def _keep_background(self, beside: _Beside) -> None:
+    def _kept(self, beside: _Beside) -> BackgroundOutcome:
+        """What became of a background, and is in its folder now."""
+        beside.was_away = beside.filler is not None and beside.filler.where in ("away", "returning")
+        try:
+            self._finish(beside)
+        except Exception as error:  # a full disk, say: the foreground has what it needs
+            beside.reason = f"what it has learnt could not be saved: {in_a_line(error)}"
+            _LOG.warning("background %s: %s", beside.wanted.name, beside.reason)
+        return self._folder(beside).keep(beside.wanted, self._background_outcome(beside))
+
+    def _finish(self, beside: _Beside) -> None:
+        """Ends a background; writes a single job's losses, and a checkpoint of what it has learnt."""
         filler, folder = beside.filler, self._folder(beside)
-        if isinstance(filler, BackgroundWork):
+        if filler is None:
+            return
+        try:
             filler.finish()
+        finally:
+            if len(beside.wanted.settings) == 1:
+                folder.run.path.mkdir(parents=True, exist_ok=True)
+                folder.run.add_losses(
+                    StepLoss(step=step, loss=loss, step_time_s=0.0) for step, [loss] in enumerate(beside.losses)
+                )
+        if isinstance(filler, SecondProcess):
+            filler.save()
+        elif isinstance(filler, BackgroundWork) and filler.is_sound:
             if isinstance(filler.work.steps, GraphStep):
                 self._save(filler.work, folder.run.checkpoints)
                 self._describe(beside, filler.work.steps)
             else:
+                if not beside.was_away:
+                    filler.work.steps.leave()  # it is copied to be saved, and the GPU may be full
                 self._save(filler.work, folder.path)
-        elif isinstance(filler, SecondProcess) and not beside.was_away:
-            if not filler.ended:
-                filler.finish()
-            if not filler.ended or filler.last_step_s is not None:
-                filler.leave(at_once=True)  # which writes a checkpoint
-        if filler is not None and len(beside.wanted.settings) == 1:
-            folder.run.path.mkdir(parents=True, exist_ok=True)
-            folder.run.add_losses(
-                StepLoss(step=step, loss=loss, step_time_s=0.0) for step, [loss] in enumerate(beside.losses)
-            )
 
     def _describe(self, beside: _Beside, steps: GraphStep) -> None:
         """Makes the run folder of a background one that can be gone on with."""
@@ -369,14 +381,11 @@ class _Sharing:
         write_artifacts(run, task, steps.job, wanted.source)
 
     def _save(self, work: JobAtWork, folder: Path) -> Path | None:
-        """A checkpoint; of an array its members' weights too."""
+        """A checkpoint; None of an array, whose file is not one of a run."""
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(work.steps, ArrayStep):
-            array, at = work.steps.array, work.feeder.position
-            positions = [(at.epoch, at.sample)] * len(array)
-            whole = {"array": array.state_dict(), "step": work.steps.step, "positions": positions}
-            torch.save(whole, folder / "array.pt")
-            write_members(array, folder / "weights")
+            array, position = work.steps.array, work.feeder.position
+            save_array(array, BackgroundFolder(folder).array, step=work.steps.step, positions=[position] * len(array))
             return None
         assert isinstance(work.steps, GraphStep)
         executor = work.steps.executor
@@ -416,7 +425,7 @@ class _Sharing:
             folder=self.folder.path,
             losses=tuple(losses),
             step_time_s=sum(measured.step_s) / max(len(measured.step_s), 1),
-            backgrounds=tuple(self._background_outcome(beside) for beside in self.backgrounds),
+            backgrounds=tuple(self._outcomes),
             timeline=timeline,
             **slowdowns(log),
         )

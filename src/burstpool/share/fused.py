@@ -20,8 +20,7 @@ from burstpool.fusion.jobs import attach
 from burstpool.job import Job, load_jobs
 from burstpool.run.known_data import KnownData
 from burstpool.run.loading import Batches
-from burstpool.run.order import Position
-from burstpool.share.results import write_members
+from burstpool.share.array_file import load_array, save_array
 
 _FORWARD, _BACKWARD, _STEP = (
     phrase("forward of the array"),
@@ -46,8 +45,6 @@ class FusedTask:
     """Whether matrix products are taken in bf16."""
     device: Literal["cpu", "cuda"] = "cpu"
     """On CUDA, the GPU of the worker's place."""
-    weights: str | None = None
-    """A folder for those of the members, when it ends or leaves; None where nobody wants them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +78,6 @@ def fused_work(place: Place, task: FusedTask) -> int:
             training.save()
     place.doing.say(_SAVING)
     training.save()
-    if task.weights is not None:
-        write_members(array, Path(task.weights))
     return training.step
 
 
@@ -105,7 +100,7 @@ class _Training:
     def __init__(self, array: FusedArray, jobs: Sequence[Job], task: FusedTask) -> None:
         self.array, self.loss, self.path, self.autocast = array, jobs[0].loss, Path(task.checkpoint), task.autocast
         self.step = 0
-        saved = torch.load(self.path, weights_only=True, map_location="cpu") if self.path.exists() else None
+        saved = load_array(self.path) if self.path.exists() else None
         known = KnownData()
         jobs = [known.shared(job) for job in jobs]
         self._lines = [(id(job.data), job.seed) for job in jobs]
@@ -113,11 +108,11 @@ class _Training:
         self._batches = {
             line: Batches(job, [(0, job.batch)], batch=job.batch) for line, job in zip(self._lines, jobs, strict=True)
         }
-        for line, (epoch, sample) in zip(self._lines, saved["positions"] if saved else (), strict=bool(saved)):
-            self._batches[line].start_at(Position(epoch=epoch, sample=sample))
-        if saved:
-            array.load_state_dict(saved["array"])
-            self.step = saved["step"]
+        if saved is not None:
+            for line, position in zip(self._lines, saved.positions, strict=True):
+                self._batches[line].start_at(position)
+            array.load_state_dict(saved.array)
+            self.step = saved.step
 
     def run(self, place: Place) -> tuple[float, ...]:
         """One step; returns the members' losses."""
@@ -142,11 +137,9 @@ class _Training:
         return tuple(losses.tolist())
 
     def save(self) -> None:
-        """Writes the checkpoint whole or not at all."""
-        aside = self.path.with_suffix(".new")
-        positions = [(at.epoch, at.sample) for at in (self._batches[line].position for line in self._lines)]
-        torch.save({"array": self.array.state_dict(), "step": self.step, "positions": positions}, aside)
-        os.replace(aside, self.path)
+        """Writes the checkpoint."""
+        positions = [self._batches[line].position for line in self._lines]
+        save_array(self.array, self.path, step=self.step, positions=positions)
 
     def _batch(self) -> tuple[Any, Any, bool]:
         """Inputs and targets of the next step: one batch if all members share it, else one for each."""

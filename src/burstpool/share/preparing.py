@@ -83,7 +83,6 @@ def _prepared(place: Place, wanted: Preparing) -> Task | FusedTask:
             settings=background.settings,
             steps=background.steps,
             checkpoint=str(wanted.folder.array),
-            weights=str(wanted.folder.weights),
             checkpoint_every=_CHECKPOINT_EVERY,
             autocast=wanted.autocast == "bf16",
             device=wanted.device,

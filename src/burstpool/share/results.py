@@ -9,20 +9,21 @@ background/0/array.pt          of an array: what is needed to go on
 Reading them imports no torch: reports do.
 """
 
+import contextlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from burstpool.artifact import STRICT, Artifact, write_whole
-from burstpool.errors import ArtifactError
-from burstpool.run.folder import RunFolder, Setting, read_losses
-from burstpool.share.base import Background, BackgroundOutcome, background_path
+from burstpool.errors import ArtifactError, in_a_line
+from burstpool.run.folder import RunFolder, RunRecord, Setting, read_losses
+from burstpool.share.base import BACKGROUND, ENDLESS, Background, BackgroundOutcome, background_path
 
-if TYPE_CHECKING:
-    from burstpool.fusion.array import FusedArray
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class BackgroundRecord(Artifact):
     """Why it failed or was evicted, last."""
     restarts: int
     evictions: int
+    saved_steps: int | None = None
+    """Of which step the weights are: an earlier one than the last where it was not given the time to save that."""
 
 
 class BackgroundFolder:
@@ -69,11 +72,34 @@ class BackgroundFolder:
         """That of background `number` in the foreground's run folder."""
         return cls(background_path(run_folder, number))
 
-    def keep(self, background: Background, outcome: BackgroundOutcome) -> None:
-        """Writes what is known at the end: the record, an array's losses, and the weights of a single job."""
+    @classmethod
+    def all_in(cls, run_folder: Path) -> "list[BackgroundFolder]":
+        """Those that have a record, by number."""
+        numbers = sorted(int(path.name) for path in (run_folder / BACKGROUND).glob("*") if path.name.isdecimal())
+        folders = [cls.of(run_folder, number) for number in numbers]
+        return [folder for folder in folders if folder.record.is_file()]
+
+    def note(
+        self, background: Background, outcome: BackgroundOutcome, *, saved_steps: int | None = None
+    ) -> BackgroundOutcome:
+        """Writes the record, and an array's losses: what is small and can always be had.
+
+        Neither this nor `keep` raises, whatever happens to the disk: the foreground has what it needs. What could not
+        be saved has failed, in the outcome that is returned.
+        """
+        with _Saving(background, outcome) as saving:
+            self._note(background, outcome, saved_steps)
+        return saving.outcome
+
+    def keep(self, background: Background, outcome: BackgroundOutcome) -> BackgroundOutcome:
+        """Writes the weights, then the same."""
+        saved_steps = None
+        with _Saving(background, outcome) as saving:
+            saved_steps = self._export(background)
+        return self.note(background, saving.outcome, saved_steps=saved_steps)
+
+    def _note(self, background: Background, outcome: BackgroundOutcome, saved_steps: int | None) -> None:
         from burstpool.job import as_recorded, from_anywhere
-        from burstpool.run.checkpoint import latest_checkpoint
-        from burstpool.run.export import export_weights
 
         self.path.mkdir(parents=True, exist_ok=True)
         BackgroundRecord(
@@ -88,11 +114,32 @@ class BackgroundFolder:
             reason=outcome.reason,
             restarts=outcome.restarts,
             evictions=outcome.evictions,
+            saved_steps=saved_steps,
         ).save(self.record)
         if len(background.settings) > 1:
             write_whole(self.losses, "".join(_line(step, losses) for step, losses in enumerate(outcome.losses)))
-        elif (checkpoint := latest_checkpoint(self.run.checkpoints)) is not None:
-            export_weights(checkpoint, self.run.weights)
+
+    def _export(self, background: Background) -> int | None:
+        """The weights that were saved last, for `safetensors`; of which step they are, None where none were saved."""
+        from burstpool.run.checkpoint import CheckpointState, latest_checkpoint
+        from burstpool.run.export import export_weights
+        from burstpool.share.array_file import export_members, load_array
+
+        if self.array.is_file():
+            saved = load_array(self.array)
+            export_members(saved, self.weights)
+            return saved.step
+        if (checkpoint := latest_checkpoint(self.run.checkpoints)) is None:
+            return None
+        export_weights(checkpoint, self.run.weights)
+        step = CheckpointState.load(checkpoint / "state.json").step
+        self._end_run_at(step if background.steps == ENDLESS else background.steps)
+        return step
+
+    def _end_run_at(self, steps: int) -> None:
+        """A run without an end of its own has come to it: else whoever goes on with it would train for ever."""
+        if self.run.record.is_file():
+            replace(RunRecord.load(self.run.record), steps=steps).save(self.run.record)
 
     def losses_by_member(self) -> list[tuple[float, ...]]:
         """Each member's, step by step; a single job is one. NaN where a loss was no finite number."""
@@ -103,15 +150,20 @@ class BackgroundFolder:
         return [tuple(losses) for losses in zip(*steps, strict=True)]
 
 
-def write_members(array: "FusedArray", folder: Path) -> None:
-    """The weights of each member, under the user's own keys."""
-    from burstpool.run.export import write_weights
+class _Saving(contextlib.AbstractContextManager["_Saving"]):
+    """Takes in what goes wrong inside, and says so."""
 
-    folder.mkdir(parents=True, exist_ok=True)
-    digits = max(len(str(len(array) - 1)), 2)
-    for index in range(len(array)):
-        weights = {key: tensor.detach().cpu().clone() for key, tensor in array.state.member(index).items()}
-        write_weights(weights, folder / f"member-{index:0{digits}}.safetensors")
+    def __init__(self, background: Background, outcome: BackgroundOutcome) -> None:
+        self._name, self.outcome = background.name, outcome
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        words = f"what it has learnt could not be saved: {in_a_line(error)}"
+        _LOG.warning("background %s: %s", self._name, words)
+        if self.outcome.state != "failed":
+            self.outcome = replace(self.outcome, state="failed", reason=words)
+        return True
 
 
 def _line(step: int, losses: Sequence[Any]) -> str:

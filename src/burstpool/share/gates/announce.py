@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from burstpool.artifact import json_line
+from burstpool.artifact import json_line, write_whole
 from burstpool.engine.base import Doing
 from burstpool.share.budget import Budget, Controller, Gap, Moment, StepTaken
 from burstpool.share.gates.gate import MOMENTS, Gate
@@ -52,8 +52,8 @@ class StepLog:
     """For how long the foreground was stopped, in all, as backgrounds left a GPU's memory or came back."""
 
     def save(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json_line({name: getattr(self, name) for name in self.__slots__}), encoding="utf-8")
+        """As JSON, whole or not at all."""
+        write_whole(path, json_line({name: getattr(self, name) for name in self.__slots__}))
 
     @classmethod
     def load(cls, path: Path) -> "StepLog":

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine, LocalWorkers
-from burstpool.errors import BurstpoolError, RunError, ShareError
+from burstpool.errors import RunError, ShareError, in_a_line
 from burstpool.run.folder import read_losses
-from burstpool.run.trainer import InterruptedRun, resumed, run_prepared
+from burstpool.run.trainer import InterruptedRun, resumed, run_for_others
 from burstpool.run.worker import Task
 from burstpool.share.base import Background
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
@@ -33,9 +33,11 @@ from burstpool.share.results import BackgroundFolder
 
 _LOG = logging.getLogger(__name__)
 _LEAVE_S = 5.0
-"""How long one that is asked to leave may take before it is killed."""
+"""How long one that is asked to leave may do the same thing before it is killed; all in all where memory is short."""
 _WRITE_S = 60.0
-"""And how much longer where it writes what it has learnt by then: an array of large models is gigabytes."""
+"""How long that may take where it writes what it has learnt at the end, or all in all until it does: an array of large
+models is gigabytes."""
+_WRITING = "writing a checkpoint"
 _ASK_S = 0.02
 """Between two times that it is asked to leave: a process that is only starting has not heard the first."""
 
@@ -129,8 +131,9 @@ class Keeper:
         self._at_work = False
         self._deciding = threading.Lock()
         self._failed_at = -1
-        self._hung = ""
-        """What is to be said of one that had to be killed when it was asked to leave."""
+        self._killed = ""
+        """Why it had to be killed when it was asked to leave; empty if it was not."""
+        self._at_once = False
         self._prepared: Task | FusedTask | None = None
         self._mistake: ShareError | None = None
         self._is_ready = threading.Event()
@@ -170,7 +173,7 @@ class Keeper:
     def evict(self, reason: str) -> bool:
         """Has it leave, and keeps it out until `readmit`; False, and nothing happens, if it is not here."""
         with self._deciding:
-            if not self._may_run.is_set() or not self.is_here:
+            if self._stopping or not self._may_run.is_set() or not self.is_here:
                 return False
             self._may_run.clear()
             self.kept.evictions += 1
@@ -189,34 +192,50 @@ class Keeper:
         self._may_run.set()
         self._ask_to_leave()
 
+    def hurry(self) -> None:
+        """Whoever waits for `stop` waits no longer: what is not written by now is lost."""
+        self._at_once = True
+
     def _ask_to_leave(self) -> None:
         """Until it has: an attempt that begins at this moment is told too, and what takes too long is killed.
 
         One that is being prepared has nothing to save, and is killed at once.
         """
-        deadline, before = time.monotonic() + _LEAVE_S, self._doing()
+        begun_s = since_s = time.monotonic()
+        before = self._doing()
         while self.is_here and (self._stopping or not self._may_run.is_set()):
             self.gate.let_leave()
             if (workers := self._engine.workers) is not None:
                 workers.ask_to_stop()
-            writing_s = _WRITE_S if "writing" in self._doing() else 0.0
-            is_late = self._prepared is None or time.monotonic() > deadline + writing_s
-            if is_late and (pid := self.pid) is not None:
-                self._hung = self._why_killed(before)
+            now_s = time.monotonic()
+            if (doing := self._doing()) != before:
+                before, since_s = doing, now_s
+            why = self._too_long(doing, for_s=now_s - since_s, in_all_s=now_s - begun_s)
+            if why and (pid := self.pid) is not None:
+                self._killed = why
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_ASK_S)
         if self._stopping and self._thread.is_alive():
             self._thread.join()
 
-    def _why_killed(self, before: str) -> str:
-        """Of one that was doing this when it was asked to leave; nothing if it is only slow."""
-        doing = self._doing()
+    def _too_long(self, doing: str, *, for_s: float, in_all_s: float) -> str:
+        """Why one that has been asked to leave is to be killed; empty if it is not.
+
+        `for_s`: how long it has been doing what it does.
+        """
         if self._prepared is None:
             return f"it was not ready when it was asked to end; it was {doing}"
-        return (
-            f"it did not answer for {_LEAVE_S:g} s when it was asked to end; it was {doing}" if doing == before else ""
-        )
+        if self._at_once:
+            return f"it was to end at once; it was {doing}"
+        if not self._stopping:  # there is a checkpoint to come back to, and memory is wanted now
+            return f"it did not leave for {_LEAVE_S:g} s; it was {doing}" if in_all_s > _LEAVE_S else ""
+        writes = _WRITING in doing
+        if for_s > (most_s := _WRITE_S if writes else _LEAVE_S):
+            return f"it did not answer for {most_s:g} s when it was asked to end; it was {doing}"
+        if in_all_s > _WRITE_S and not writes:
+            return f"it had not ended {_WRITE_S:g} s after it was asked to; it was {doing}"
+        return ""
 
     def _keep(self) -> None:
         """Until it has ended, failed twice at one step, or is stopped. Whatever happens, the state says what it was."""
@@ -230,10 +249,8 @@ class Keeper:
         finally:
             self._at_work = False
             self._is_ready.set()
-        if self.kept.state == "running" and self._hung:
-            self.kept.state, self.kept.reason = "failed", self._hung
-        elif self.kept.state == "running":
-            self.kept.state = "ended"
+        if self.kept.state == "running":
+            self.kept.state, self.kept.reason = "ended", ""
 
     def _keep_once(self) -> bool:
         """One attempt, from its checkpoint; whether there may be another."""
@@ -243,35 +260,39 @@ class Keeper:
                 return True
             self.gate.let_leave(False)
             self.gate.say_away(False)
-            self.kept.state, self._hung = "running", ""
+            self.kept.state, self._killed = "running", ""
         try:
             self._attempt()
         except InterruptedRun:
             return True  # asked to leave
         except Exception as error:
-            # Killed because it did not leave in time, or something of its own.
-            return self._stopping or not self._may_run.is_set() or self._goes_on_after(error)
+            return self._goes_on_after(RunError(self._killed) if self._killed else error)
         finally:
             self.gate.forget_slice()
             self.gate.say_away(True)
             self.kept.losses = self._losses()
             self._at_work = False
         with self._deciding:
-            self.kept.state, self.kept.last_step_s = "ended", time.time()
+            self.kept.state, self.kept.reason, self.kept.last_step_s = "ended", "", time.time()
         return False
 
     def _goes_on_after(self, error: Exception) -> bool:
+        """Whether there may be another attempt after one that failed."""
+        if self.kept.state == "evicted":
+            return True  # it comes back from its checkpoint; what is wrong with itself will show again
+        if self._killed and self._at_once:
+            return False
         step = self._reached()
-        if not isinstance(error, RunError) or step <= self._failed_at:
+        if self._stopping or not isinstance(error, RunError) or step <= self._failed_at:
             self._fail(error)
             return False
-        self.kept.reason = str(error)
+        _LOG.warning("background %s is started again: %s", self.kept.name, error)
         self._failed_at = step
         self.kept.restarts += 1
         return True
 
     def _fail(self, error: Exception) -> None:
-        words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
+        words = in_a_line(error)
         with self._deciding:
             self.kept.state, self.kept.reason = "failed", words
         if self._mistake is None:  # that is raised to whoever waits
@@ -316,7 +337,7 @@ class Keeper:
         if isinstance(self._prepared, FusedTask):
             self._train_array(self._prepared)
         else:
-            run_prepared(*resumed(self._prepared, self.folder.run), engine=self._engine)
+            run_for_others(*resumed(self._prepared, self.folder.run), engine=self._engine)
 
     def _train_array(self, task: FusedTask) -> None:
         workers = self._engine.start(fused_work, task, num_workers=1, silence_s=self._hang_s)

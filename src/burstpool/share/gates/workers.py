@@ -10,6 +10,7 @@ the other. Workers say what they do when their device gets to it, and background
 """
 
 import logging
+import math
 import threading
 import time
 from bisect import bisect_right
@@ -22,13 +23,12 @@ from typing import Any
 
 from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine, LocalWorkers
-from burstpool.errors import BurstpoolError
 from burstpool.limits import available_bytes
 from burstpool.report.timeline import Event, Timeline
 from burstpool.run.folder import RunFolder
 from burstpool.run.outcome import Result
 from burstpool.run.progress import Progress
-from burstpool.run.trainer import run_prepared
+from burstpool.run.trainer import counted_interrupts, run_prepared
 from burstpool.schedule.actions import Kind
 from burstpool.share.base import (
     BackgroundOutcome,
@@ -57,6 +57,8 @@ _WARM_UP_STEPS = 3
 _STARTING_S, _FIRST_STEPS_S = 60.0, 10.0
 """How long all backgrounds together may take to their first steps before they are left out of the calibration, and each
 of them where others have used that up."""
+_QUIETLY_S = 3.0
+"""How long background jobs may take to end until it is said that one waits for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +162,17 @@ def share_among_workers(
         with _kept(request, folder) as kept:
             alone_s = _started(kept)
             begin()
+            before = [keeper.gate.done().steps for keeper in kept]
             engine = SharingEngine(request, _gates(request, kept), folder / SHARING)
             backgrounds: list[BackgroundOutcome] = []
             try:
                 result = run_prepared(task, start, engine=engine, observer=_observer(observer, kept))
             finally:  # what backgrounds have learnt is kept whatever became of the foreground
-                _stop(kept)
-                backgrounds += _what_became(request, kept, engine.log, alone_s)
+                with counted_interrupts() as interrupts:
+                    _stop(kept, interrupts)
+                    became = _what_became(request, kept, engine.log, alone_s, before)
+                for keeper, background in zip(kept, became, strict=True):  # last, as that may take a while
+                    backgrounds.append(keeper.folder.keep(keeper.background, background))
             return _what_came(request, result, engine, kept, backgrounds)
 
 
@@ -193,17 +199,19 @@ def _gates(request: ShareRequest, keepers: Sequence[Keeper]) -> list[list[Gate]]
 
 
 def _what_became(
-    request: ShareRequest, keepers: Sequence[Keeper], path: Path, alone_s: Sequence[float | None]
+    request: ShareRequest,
+    keepers: Sequence[Keeper],
+    path: Path,
+    alone_s: Sequence[float | None],
+    before: Sequence[int],
 ) -> list[BackgroundOutcome]:
-    """Of the backgrounds, which have ended; written to their folders."""
+    """Of the backgrounds, which have ended; noted in their folders. `before`: steps that they had trained by then."""
     log = StepLog.load(path) if path.exists() else StepLog()  # workers that were killed leave none
     found = []
-    for (device, keeper), alone in zip(_placed(request, keepers), alone_s, strict=True):
-        found.append(_outcome(keeper, device, log, alone_s=alone))
-        try:
-            keeper.folder.keep(keeper.background, found[-1])
-        except (BurstpoolError, OSError) as error:  # a full disk, say: the foreground has what it needs
-            _LOG.warning("background %s could not be saved: %s", keeper.kept.name, error)
+    for (device, keeper), alone, first in zip(_placed(request, keepers), alone_s, before, strict=True):
+        steps = log.background_steps.get(str(keeper.gate.path), keeper.gate.done().steps - first)
+        found.append(_outcome(keeper, device, log, alone_s=alone, steps=steps))
+        keeper.folder.note(keeper.background, found[-1])
     return found
 
 
@@ -270,13 +278,20 @@ def _kept(request: ShareRequest, folder: Path) -> Iterator[list[Keeper]]:
         _stop(keepers)
 
 
-def _stop(keepers: Sequence[Keeper]) -> None:
-    """All at once, as each may take a while; those that have ended are asked in vain."""
+def _stop(keepers: Sequence[Keeper], interrupts: Callable[[], int] = lambda: 0) -> None:
+    """All at once, as each may take a while; those that have ended are asked in vain. Ctrl-C has them killed."""
     stopping = [threading.Thread(target=keeper.stop) for keeper in keepers]
     for thread in stopping:
         thread.start()
-    for thread in stopping:
-        thread.join()
+    told_s = time.monotonic() + _QUIETLY_S
+    while waiting := [thread for thread in stopping if thread.is_alive()]:
+        waiting[0].join(0.1)
+        if interrupts():
+            for keeper in keepers:
+                keeper.hurry()
+        elif time.monotonic() > told_s:
+            told_s = math.inf
+            _LOG.warning("background jobs write what they have learnt; press Ctrl-C to end them at once")
 
 
 def _num_beside(request: ShareRequest, device: int) -> int:
@@ -314,8 +329,8 @@ def _reaches(keeper: Keeper, steps: int, timeout_s: float) -> bool:
     return False
 
 
-def _outcome(keeper: Keeper, device: int, log: StepLog, *, alone_s: float | None) -> BackgroundOutcome:
-    kept, steps = keeper.kept, log.background_steps.get(str(keeper.gate.path), 0)
+def _outcome(keeper: Keeper, device: int, log: StepLog, *, alone_s: float | None, steps: int) -> BackgroundOutcome:
+    kept = keeper.kept
     until_s = log.stopped_s if kept.last_step_s is None else min(log.stopped_s, kept.last_step_s)
     span_s = until_s - log.started_s
     return BackgroundOutcome(

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from burstpool.errors import ShareError
+from burstpool.errors import ShareError, in_a_line
 from burstpool.run.loading import Batch
 from burstpool.share.base import ENDLESS
 from burstpool.share.gpu.evictions import Evictable, Where
@@ -210,6 +210,7 @@ class BackgroundWork:
         self.where: Where = "here"
         self._next = 0
         self._failures = 0
+        self._is_finite = True
         self._most_steps = most_steps
         self._end_at_last()
 
@@ -267,16 +268,28 @@ class BackgroundWork:
         if self.work.steps.step >= self._most_steps:
             self.ended, self.last_step_s = LAST_STEP, time.monotonic()
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether its state is that after whole steps with finite losses, as far as is known."""
+        return self._is_finite and not self._next
+
     def look_after(self) -> None:
         """See `Filler`."""
-        if not self.work.read() and not self.ended:
-            self.end("the loss is not finite")
+        self._read()
 
     def finish(self) -> None:
         """See `Filler`; a step that has begun is gone through with, so that its state is that of whole steps."""
         while self._next and not self.ended:
             self.launch(None)
-        self.work.read(all_of_them=True)
+        self._read(all_of_them=True)
+
+    def _read(self, *, all_of_them: bool = False) -> None:
+        if self.work.read(all_of_them=all_of_them):
+            return
+        self._is_finite = False
+        if not self.ended or self.last_step_s is not None:
+            self.last_step_s = None
+            self.end("the loss is not finite")
 
     def leave(self, *, at_once: bool = False) -> None:
         """See `Evictable`."""
@@ -323,11 +336,6 @@ class BackgroundWork:
             else:
                 self.work.feeder.restart()
             return None
-
-
-def in_a_line(error: BaseException) -> str:
-    """An exception in words, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def recorded(stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from burstpool.errors import RunError, ShareError
+from burstpool.errors import RunError, ShareError, in_a_line
 from burstpool.run.loading import Batch
 from burstpool.run.losses import not_finite
 from burstpool.share.budget import Allowance, Budget, Controller, Gap, StepTaken
@@ -40,7 +40,6 @@ from burstpool.share.gpu.at_work import (
     Filler,
     JobAtWork,
     PieceSpan,
-    in_a_line,
     recorded,
 )
 from burstpool.share.gpu.evictions import Evictions

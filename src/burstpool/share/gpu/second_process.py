@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, replace
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +22,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from burstpool.engine.local import die_with
-from burstpool.errors import BurstpoolError, ShareError
+from burstpool.engine.local import die_with, kill_running, leave_signals_to_the_parent
+from burstpool.errors import RunError, ShareError, in_a_line
 from burstpool.job import Job
-from burstpool.run.checkpoint import held_tensors, latest_checkpoint, load_checkpoint, save_checkpoint, state_of
+from burstpool.run.checkpoint import (
+    CheckpointState,
+    held_tensors,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    state_of,
+)
 from burstpool.run.even import even_plan
 from burstpool.run.folder import RunFolder
 from burstpool.run.options import RunOptions
@@ -42,8 +50,8 @@ _WARM_UP_STEPS = 3
 _CALIBRATION_STEPS = 5
 _START_S = 300.0
 """How long the process may take to its first steps."""
-_LEAVE_S = 10.0
-"""How long it may take to write a checkpoint and end before it is killed."""
+_LEAVE_S, _SAVE_S = 10.0, 60.0
+"""How long it may take to write a checkpoint and end before it is killed: where memory is wanted, and at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,7 @@ class SecondProcess:
         self.losses: list[list[float]] = []
         self._source, self._checkpoints, self._autocast = source, checkpoints, autocast
         self._memory_bytes, self._hang_s, self._device = memory_bytes, hang_s, device
-        self._most_steps = most_steps
+        self._most_steps, self._leave_s = most_steps, _LEAVE_S
         self._times_s: list[float] = []
         self._context = torch.multiprocessing.get_context("spawn")
         # Without a lock: there is one writer, and it may be killed at any moment.
@@ -153,7 +161,7 @@ class SecondProcess:
         elif self.where == "returning":
             self._heard = -math.inf
         while self.where != "away":
-            over = not self._process.is_alive() or time.monotonic() - self._heard > _LEAVE_S
+            over = not self._process.is_alive() or time.monotonic() - self._heard > self._leave_s
             self._read()  # also what it said last
             if self.ended and self.last_step_s is None:
                 return
@@ -187,11 +195,28 @@ class SecondProcess:
             time.sleep(1e-3)
         self._read()
 
+    def save(self) -> None:
+        """At the end: it writes a checkpoint, where it is not away with one. RunError where the last step's is missing.
+
+        One that has failed writes none.
+        """
+        if self.ended and self.last_step_s is None:
+            return
+        was_away = self.where in ("away", "returning")
+        self._leave_s = _SAVE_S
+        if not was_away:
+            self.leave(at_once=True)
+        if self.ended and self.last_step_s is None:  # while it wrote
+            return
+        newest = latest_checkpoint(self._checkpoints)
+        step = CheckpointState.load(newest / "state.json").step if newest is not None else 0
+        if step < len(self.losses) and (not was_away or self.ended):
+            raise RunError(f"its process had ended, or did not end within {_SAVE_S:g} s, and left that of step {step}")
+
     def close(self) -> None:
         """See `Filler`."""
         if self._process is not None:
-            self._process.kill()
-            self._process.join()
+            kill_running([self._process])
             self._process = None
 
     def _start(self) -> None:
@@ -212,6 +237,8 @@ class SecondProcess:
         )
         process.start()
         self._process = process
+        # Before multiprocessing, as this process ends, sends it SIGTERM, which it ignores, and waits for it.
+        util.Finalize(self, kill_running, args=([process],), exitpriority=0)
         theirs.close()
 
     def _calibrated(self) -> float:
@@ -250,7 +277,8 @@ class SecondProcess:
                 self.steps_done = len(self.losses)
                 if not math.isfinite(loss):
                     self._end("the loss is not finite")
-                elif len(self.losses) >= self._most_steps and self.last_step_s is None:
+                    return
+                if len(self.losses) >= self._most_steps and self.last_step_s is None:
                     self._end_at_last()
 
     def _end_at_last(self) -> None:
@@ -283,7 +311,7 @@ class _Task:
 def _train(task: _Task, permits: Any, finished: Any, wants_out: Any, answers: Connection) -> None:
     """What the process runs."""
     die_with(task.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when to end
+    leave_signals_to_the_parent()
     os.nice(10)
     ready = False
     try:
@@ -299,8 +327,7 @@ def _train(task: _Task, permits: Any, finished: Any, wants_out: Any, answers: Co
         if isinstance(error, torch.OutOfMemoryError) and not ready and latest_checkpoint(Path(task.checkpoints)):
             answers.send(("no room",))  # it has run before, and will again
         else:
-            words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
-            answers.send(("failed", " ".join(words.split())[:300]))
+            answers.send(("failed", in_a_line(error)))
         raise SystemExit(1) from None
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from burstpool.errors import CaptureError
-from burstpool.share.gpu.at_work import Steps, in_a_line, move, recorded
+from burstpool.errors import CaptureError, in_a_line
+from burstpool.share.gpu.at_work import Steps, move, recorded
 from burstpool.share.gpu.capabilities import capabilities
 from burstpool.share.gpu.partition import confined_stream
 from burstpool.share.gpu.pieces import Piece
