@@ -4,6 +4,7 @@ Random numbers are the same at every run, whichever tests ran before in the proc
 torch, numpy and Python draw. Other examples: `pytest --hypothesis-profile=default --hypothesis-seed=7`.
 """
 
+import gc
 import os
 import random
 import signal
@@ -20,6 +21,12 @@ settings.register_profile(
     "same", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: tests that have the collector go through everything need not look at that."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -102,6 +102,14 @@ def test_workers_stop_when_asked(start: Callable[..., LocalWorkers]) -> None:
     assert _finish(workers)[0] == ["stopped", "stopped"]
 
 
+def test_asking_again_and_again_blocks_nobody_where_a_worker_does_not_listen(
+    start: Callable[..., LocalWorkers],
+) -> None:
+    workers = start(engine_workers.hang, num_workers=1)
+    for _ in range(2000):  # a pipe takes some hundred
+        workers.ask_to_stop()
+
+
 def test_sigterm_ends_no_worker_but_its_children(start: Callable[..., LocalWorkers]) -> None:
     assert _finish(start(engine_workers.outlive_sigterm))[0] == [signal.SIGTERM] * 2
 

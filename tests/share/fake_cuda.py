@@ -15,12 +15,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from burstpool.errors import ShareError
-from burstpool.share.gpu import at_work, loop
+from burstpool.share.gpu import at_work, loop, moving
 
 _SLACK_S = 5e-5
 """What Linux lets a thread sleep longer than it asked to."""
@@ -218,7 +219,13 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, *others: Any) -> Clock:
         monkeypatch.setattr(module, "torch", _Torch(clock))
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(loop, "waiter", lambda: clock.idle)
+    without_collector(monkeypatch)
     return clock
+
+
+def without_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going through all that a process of tests has imported, for memory that is not there, takes half a second."""
+    monkeypatch.setattr(moving, "gc", Mock(get_freeze_count=int))
 
 
 class FakeSteps:
@@ -337,6 +344,10 @@ class FakeFeeder:
         self._failed, self._ready_s = 0, self._clock.now_s + self._every_s + self._late_s()
         self._next += 1
         return self._next - 1
+
+    @property
+    def position(self) -> Any:
+        return self._next
 
     def restart(self) -> None:
         self.restarts += 1

@@ -609,5 +609,9 @@ def test_a_foreground_that_cannot_be_helped_says_so(clock: Clock, changed: bool,
     foreground, beside = job(clock, STEP_S), background(clock, 3e-4)
     steps_of(foreground).runs_out_in, steps_of(foreground).changed = 20, changed
     room = evictions(clock, lambda at_s: 0, *([(beside, GIB)] if changed else []))
+    gpu = SharedGpu(foreground, [beside], BUDGET, evictions=room)
     with pytest.raises(RunError, match=message):
-        SharedGpu(foreground, [beside], BUDGET, evictions=room).run(60)
+        gpu.run(60)
+    foreground.read(all_of_them=True)
+    assert gpu.is_whole == (not changed)
+    assert foreground.position == len(foreground.losses) == 20

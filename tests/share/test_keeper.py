@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ class _Sleeper:
         self.doing_now = doing
 
     def pids(self) -> list[int | None]:
-        return [self.process.pid] if self.process.is_alive() else []
+        return [self.process.pid]
 
     def ask_to_stop(self) -> None: ...
 
@@ -173,8 +174,12 @@ def test_where_memory_is_short_nobody_waits_for_what_is_written_and_it_comes_bac
 
 def test_whoever_is_in_a_hurry_waits_for_nothing_and_blames_nobody(sleeping: Sleeping) -> None:
     keeper, sleeper = sleeping(lambda: "in step 7, writing a checkpoint")
+    stopping = threading.Thread(target=keeper.stop)
+    stopping.start()
+    time.sleep(0.3)
+    assert sleeper.process.is_alive()
     keeper.hurry()
-    keeper.stop()
+    stopping.join(60)
     assert not sleeper.process.is_alive()
     assert (keeper.kept.state, keeper.kept.reason) == ("ended", "")
 
@@ -216,6 +221,22 @@ def test_a_job_that_is_over_says_what_it_was_and_is_not_evicted(
     assert keeper.kept.evictions == 0
     assert keeper.gate.is_away
     assert bool(keeper.kept.reason) == bool(reason)
+
+
+def test_a_job_that_has_failed_is_not_evicted_while_its_losses_are_read(tmp_path: Path) -> None:
+    def full(keeper: _Attempts) -> None:
+        raise OSError(28, "No space left on device")
+
+    class Reading(_Attempts):
+        def _losses(self) -> list[Any]:
+            assert not self.evict("no memory")
+            return []
+
+    keeper = Reading(tmp_path, full)
+    keeper.start()
+    assert keeper.join(60)
+    assert keeper.kept.state == "failed"
+    assert "No space left" in keeper.kept.reason
 
 
 def test_a_process_that_goes_while_it_is_asked_to_leave_raises_nothing(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_disk_that_takes_nothing_is_told_of_and_nothing_is_raised(tmp_path: Pa
     assert "could not be saved" in found.reason
 
 
-@pytest.mark.parametrize(("wanted", "ends"), [(None, 7), (20, 20)])
+@pytest.mark.parametrize(("wanted", "ends"), [(None, 2), (20, 20)])
 def test_a_run_without_an_end_has_come_to_it(
     wanted: int | None, ends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,7 +145,9 @@ def test_a_loss_that_is_not_finite_is_the_end_whatever_follows(tmp_path: Path, m
     for loss in (math.nan, 0.5):
         theirs.send(("step", loss, 1e-3))
     process.finish()
+    process.finish()
     assert process.ended == "the loss is not finite"
+    assert len(process.losses) == 1
     assert process.last_step_s is None
     process.save()  # there is nothing worth saving
 

@@ -18,7 +18,7 @@ from fake_cuda import Clock, FakeFeeder, FakeSteps, Stream, fake_cuda
 from burstpool.errors import CaptureError, RunError, ShareError, TraceError
 from burstpool.job import load_job, load_jobs
 from burstpool.run.even import even_plan
-from burstpool.run.folder import RunFolder, RunRecord
+from burstpool.run.folder import RunFolder, RunRecord, read_losses
 from burstpool.run.options import RunOptions
 from burstpool.run.setup import trace_job
 from burstpool.run.trainer import InterruptedRun, Start
@@ -45,8 +45,8 @@ class Gpu:
         self.happens: Callable[[str, str], None] = lambda moment, whose: None
         self.losses: dict[str, Callable[[int], float]] = {}
         """By whose, where they are not the number of the step."""
-        self.raises_in = -1
-        """In which step the user's code raises in a background."""
+        self.raises_in: dict[str, int] = {}
+        """By whose, in the middle of which step the user's code raises."""
 
     def comes_to(self, moment: str, job: Any) -> None:
         self.happens(moment, whose(job))
@@ -68,8 +68,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
             lengths_s = [1e-3] if math.isinf(piece_s) else [3e-4, 3e-4]
             super().__init__(clock, *lengths_s, stream=stream, loss=found.losses.get(whose(job), float))
             self.job, self.options = job, options
-            if whose(job) == "background":
-                self.pieces[1] = self._raising(self.pieces[1])
+            self.pieces[-1] = self._raising(self.pieces[-1])
             self.plan = even_plan(graph := trace_job(job).graph, num_devices=1, batch=job.batch, name=job.name)
             self.schedule = lower(self.plan, graph)
 
@@ -78,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
         def _raising(self, piece: Callable[[], None]) -> Callable[[], None]:
             def run() -> None:
-                if self.step == found.raises_in:
+                if self.step == found.raises_in.get(whose(self.job)):
                     raise ValueError("a schedule of the user's")
                 piece()
 
@@ -288,11 +287,26 @@ def test_a_background_that_raises_in_the_middle_of_a_step_is_not_saved(
 ) -> None:
     saved: list[str] = []
     gpu.happens = lambda moment, whose: saved.append(whose) if moment == "saving" else None
-    gpu.raises_in = 10
+    gpu.raises_in["background"] = 10
     [raised] = share((BACK,)).backgrounds
     assert (raised.state, raised.reason) == ("failed", "ValueError: a schedule of the user's")
     assert raised.losses == list(range(10))
     assert saved == ["foreground"]
+
+
+def test_a_foreground_that_raises_in_the_middle_of_a_step_is_not_saved_but_its_background_is(
+    share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path
+) -> None:
+    saved: list[str] = []
+    gpu.happens = lambda moment, whose: saved.append(whose) if moment == "saving" else None
+    gpu.raises_in["foreground"] = 60
+    with pytest.raises(ValueError, match="a schedule of the user's"):
+        share((BACK,))
+    assert saved == ["background"]
+    lines = read_losses(tmp_path / "run" / "losses.jsonl")
+    assert [line.loss for line in lines] == list(range(60))
+    assert all(line.step_time_s > 0 for line in lines[1:-1])
+    assert lines[0].step_time_s == lines[-1].step_time_s == 0  # after a warm-up; not waited for
 
 
 def test_equal_backgrounds_that_are_left_out_have_a_record_each(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import without_collector
 
 from burstpool.errors import CaptureError
 from burstpool.share.gpu import width
@@ -93,6 +94,7 @@ class Whole:
 
 
 def there_are_parts(monkeypatch: pytest.MonkeyPatch, *, no_parts: str = "") -> None:
+    without_collector(monkeypatch)
     monkeypatch.setattr(width, "confined_stream", lambda device, share, priority: share)
     monkeypatch.setattr(width, "capabilities", lambda device: Capabilities(no_parts=no_parts, side_by_side=False))
 

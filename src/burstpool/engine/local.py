@@ -106,14 +106,14 @@ class LocalWorkers:
         self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
-        # Before multiprocessing, as this process ends, sends SIGTERM to all that are left and waits for them.
-        util.Finalize(self, kill_running, args=(self._processes,), exitpriority=0)
+        kill_at_exit(self, self._processes)
         self._pipes: list[Connection] = []
         self._doing: list[SharedDoing] = []
         self._changed: list[tuple[str, float]] = []
         """What each was doing when last looked at, and since when."""
         self._results: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
+        self._stop_asked = False
 
     def add(self, rank: int, work: Callable[[Place, Any], Any], task: Any) -> None:
         """Starts one more."""
@@ -156,6 +156,9 @@ class LocalWorkers:
 
     def ask_to_stop(self) -> None:
         """Every worker's `stop_asked` says so from now on."""
+        if self._stop_asked:  # who asks again and again would fill the pipe of a worker that does not listen, and wait
+            return
+        self._stop_asked = True
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send("stop")
@@ -273,6 +276,14 @@ def _enter(
     # An interpreter that ends searches all objects for circles, twice: most of a second with torch. All memory goes
     # with the process, so there is nothing to be found.
     gc.freeze()
+
+
+def kill_at_exit(owner: object, processes: list[Any]) -> None:
+    """Kills what is in the list when its owner is gone, or this process ends.
+
+    Before multiprocessing does, which sends SIGTERM to all that are left and waits: these ignore it.
+    """
+    util.Finalize(owner, kill_running, args=(processes,), exitpriority=0)
 
 
 def kill_running(processes: list[Any]) -> None:

@@ -4,7 +4,6 @@ The file is written whole or not at all, on the host, from whatever device the a
 it, so that they are of the step that it is of, and nobody needs the user's code for them.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +42,13 @@ def save_array(array: "FusedArray", path: Path, *, step: int, positions: Sequenc
         "positions": [(position.epoch, position.sample) for position in positions],
         "weights": [_shown(array, index, saved["members"][index]) for index in range(len(array))],
     }
-    aside = path.with_suffix(".new")
-    torch.save(whole, aside)
-    os.replace(aside, path)
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        torch.save(whole, aside)
+        aside.replace(path)
+    except BaseException:  # of a full disk it would take what is left
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def load_array(path: Path) -> SavedArray:

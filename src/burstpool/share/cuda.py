@@ -7,6 +7,7 @@ calls this drives the GPU. Under a plan of several devices each has a worker, an
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -139,15 +140,13 @@ class _Sharing:
         )
         self._begun_s = time.monotonic()
         begin()
+        warm_up = len(foreground.losses)
         with counted_interrupts(most=_MOST_INTERRUPTS) as interrupts:
             try:
-                gpu.run(self.request.steps - len(foreground.losses), stop=lambda: interrupts() > 0)
+                gpu.run(self.request.steps - warm_up, stop=lambda: interrupts() > 0)
             finally:
                 self._took_s = time.monotonic() - self._begun_s
-                try:
-                    self._keep(foreground, gpu)
-                finally:  # also where the foreground's cannot be saved
-                    self._outcomes = [self._kept(beside) for beside in self.backgrounds]
+                self._outcomes = self._keep_all(foreground, gpu, warm_up)
         if len(foreground.losses) < self.request.steps:
             raise InterruptedRun(self.folder.path, len(foreground.losses))
         return self._outcome(foreground, gpu)
@@ -319,17 +318,33 @@ class _Sharing:
             )
         )
 
-    def _keep(self, foreground: JobAtWork, gpu: SharedGpu) -> None:
-        """The foreground's losses, checkpoint and weights."""
+    def _keep_all(self, foreground: JobAtWork, gpu: SharedGpu, warm_up: int) -> list[BackgroundOutcome]:
+        """What all have learnt; backgrounds' too where the foreground's cannot be saved."""
+        failed: Exception | None = None
+        try:
+            self._keep(foreground, gpu, warm_up)
+        except Exception as error:
+            failed = error
+        outcomes = [self._kept(beside) for beside in self.backgrounds]
+        if failed is not None:
+            raise failed
+        return outcomes
+
+    def _keep(self, foreground: JobAtWork, gpu: SharedGpu, warm_up: int) -> None:
+        """The foreground's losses, checkpoint and weights.
+
+        A step's time is from the end of the one before: the first after the warm-up has none, nor one that was not
+        waited for.
+        """
         torch.cuda.synchronize()
-        times_s = gpu.measured.step_s
-        early = len(foreground.losses) - len(times_s)
+        foreground.read(all_of_them=True)
+        times_s = itertools.chain([0.0] * (warm_up + 1), gpu.measured.step_s, itertools.repeat(0.0))
         self.folder.add_losses(
-            StepLoss(step=step, loss=loss, step_time_s=times_s[step - early] if step >= early else 0.0)
-            for step, [loss] in enumerate(foreground.losses)
+            StepLoss(step=step, loss=loss, step_time_s=time_s)
+            for (step, [loss]), time_s in zip(enumerate(foreground.losses), times_s, strict=False)
         )
-        sound = self.request.options.allow_nan or all(math.isfinite(loss) for [loss] in foreground.losses)
-        checkpoint = self._save(foreground, self.folder.checkpoints) if sound else None
+        finite = self.request.options.allow_nan or all(math.isfinite(loss) for [loss] in foreground.losses)
+        checkpoint = self._save(foreground, self.folder.checkpoints) if finite and gpu.is_whole else None
         if checkpoint is not None:
             export_weights(checkpoint, self.folder.weights)
 
@@ -339,8 +354,9 @@ class _Sharing:
         try:
             self._finish(beside)
         except Exception as error:  # a full disk, say: the foreground has what it needs
-            beside.reason = f"what it has learnt could not be saved: {in_a_line(error)}"
-            _LOG.warning("background %s: %s", beside.wanted.name, beside.reason)
+            words = f"what it has learnt could not be saved: {in_a_line(error)}"
+            _LOG.warning("background %s: %s", beside.wanted.name, words)
+            beside.reason = _why_failed(beside) or words
         return self._folder(beside).keep(beside.wanted, self._background_outcome(beside))
 
     def _finish(self, beside: _Beside) -> None:
@@ -384,7 +400,7 @@ class _Sharing:
         """A checkpoint; None of an array, whose file is not one of a run."""
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(work.steps, ArrayStep):
-            array, position = work.steps.array, work.feeder.position
+            array, position = work.steps.array, work.position
             save_array(array, BackgroundFolder(folder).array, step=work.steps.step, positions=[position] * len(array))
             return None
         assert isinstance(work.steps, GraphStep)
@@ -394,7 +410,7 @@ class _Sharing:
             model=part.traced.model,
             holdings=part.holdings,
             step=work.steps.step,
-            position=work.feeder.position,
+            position=work.position,
             seed=work.steps.job.seed,
             scale=None,
         )
@@ -434,7 +450,7 @@ class _Sharing:
         filler = beside.filler
         trained = len(beside.losses) - beside.steps_before
         last_step_s = filler.last_step_s if filler is not None else None
-        reason = beside.reason or (filler.ended if filler is not None and last_step_s is None else "")
+        reason = _why_failed(beside)
         many = len(beside.wanted.settings) > 1
         stay = self._evictions.of(filler)
         away = stay if beside.was_away and not reason and last_step_s is None else None
@@ -452,3 +468,9 @@ class _Sharing:
             losses=[values if many else values[0] for values in beside.losses],
             multiprocessors=beside.multiprocessors,
         )
+
+
+def _why_failed(beside: _Beside) -> str:
+    """Why it never ran, or runs no more; empty where nothing is wrong with it."""
+    has_failed = beside.filler is not None and beside.filler.last_step_s is None
+    return beside.reason or (beside.filler.ended if beside.filler is not None and has_failed else "")

@@ -76,8 +76,9 @@ def fused_work(place: Place, task: FusedTask) -> int:
         if training.step % task.checkpoint_every == 0:
             place.doing.say(_SAVING)
             training.save()
-    place.doing.say(_SAVING)
-    training.save()
+    if training.saved_step != training.step:
+        place.doing.say(_SAVING)
+        training.save()
     return training.step
 
 
@@ -100,6 +101,7 @@ class _Training:
     def __init__(self, array: FusedArray, jobs: Sequence[Job], task: FusedTask) -> None:
         self.array, self.loss, self.path, self.autocast = array, jobs[0].loss, Path(task.checkpoint), task.autocast
         self.step = 0
+        self.saved_step: int | None = None
         saved = load_array(self.path) if self.path.exists() else None
         known = KnownData()
         jobs = [known.shared(job) for job in jobs]
@@ -112,7 +114,7 @@ class _Training:
             for line, position in zip(self._lines, saved.positions, strict=True):
                 self._batches[line].start_at(position)
             array.load_state_dict(saved.array)
-            self.step = saved.step
+            self.step = self.saved_step = saved.step
 
     def run(self, place: Place) -> tuple[float, ...]:
         """One step; returns the members' losses."""
@@ -140,6 +142,7 @@ class _Training:
         """Writes the checkpoint."""
         positions = [self._batches[line].position for line in self._lines]
         save_array(self.array, self.path, step=self.step, positions=positions)
+        self.saved_step = self.step
 
     def _batch(self) -> tuple[Any, Any, bool]:
         """Inputs and targets of the next step: one batch if all members share it, else one for each."""

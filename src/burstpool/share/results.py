@@ -118,6 +118,10 @@ class BackgroundFolder:
         ).save(self.record)
         if len(background.settings) > 1:
             write_whole(self.losses, "".join(_line(step, losses) for step, losses in enumerate(outcome.losses)))
+        elif self.run.record.is_file():
+            # A run without an end of its own has come to it: else whoever goes on with it would train for ever.
+            ends_at = len(outcome.losses) if background.steps == ENDLESS else background.steps
+            replace(RunRecord.load(self.run.record), steps=ends_at).save(self.run.record)
 
     def _export(self, background: Background) -> int | None:
         """The weights that were saved last, for `safetensors`; of which step they are, None where none were saved."""
@@ -132,14 +136,7 @@ class BackgroundFolder:
         if (checkpoint := latest_checkpoint(self.run.checkpoints)) is None:
             return None
         export_weights(checkpoint, self.run.weights)
-        step = CheckpointState.load(checkpoint / "state.json").step
-        self._end_run_at(step if background.steps == ENDLESS else background.steps)
-        return step
-
-    def _end_run_at(self, steps: int) -> None:
-        """A run without an end of its own has come to it: else whoever goes on with it would train for ever."""
-        if self.run.record.is_file():
-            replace(RunRecord.load(self.run.record), steps=steps).save(self.run.record)
+        return CheckpointState.load(checkpoint / "state.json").step
 
     def losses_by_member(self) -> list[tuple[float, ...]]:
         """Each member's, step by step; a single job is one. NaN where a loss was no finite number."""

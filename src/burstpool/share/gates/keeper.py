@@ -38,6 +38,7 @@ _WRITE_S = 60.0
 """How long that may take where it writes what it has learnt at the end, or all in all until it does: an array of large
 models is gigabytes."""
 _WRITING = "writing a checkpoint"
+_HURRIED = "it was to end at once"
 _ASK_S = 0.02
 """Between two times that it is asked to leave: a process that is only starting has not heard the first."""
 
@@ -173,7 +174,8 @@ class Keeper:
     def evict(self, reason: str) -> bool:
         """Has it leave, and keeps it out until `readmit`; False, and nothing happens, if it is not here."""
         with self._deciding:
-            if self._stopping or not self._may_run.is_set() or not self.is_here:
+            is_over = self._stopping or self.kept.state in ("ended", "failed")
+            if is_over or not self._may_run.is_set() or not self.is_here:
                 return False
             self._may_run.clear()
             self.kept.evictions += 1
@@ -203,18 +205,21 @@ class Keeper:
         """
         begun_s = since_s = time.monotonic()
         before = self._doing()
-        while self.is_here and (self._stopping or not self._may_run.is_set()):
-            self.gate.let_leave()
-            if (workers := self._engine.workers) is not None:
-                workers.ask_to_stop()
+        while self.is_here:
             now_s = time.monotonic()
             if (doing := self._doing()) != before:
                 before, since_s = doing, now_s
-            why = self._too_long(doing, for_s=now_s - since_s, in_all_s=now_s - begun_s)
-            if why and (pid := self.pid) is not None:
-                self._killed = why
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            with self._deciding:  # so that no attempt that begins when it may come back is meant
+                if not self._stopping and self._may_run.is_set():
+                    break
+                self.gate.let_leave()
+                if (workers := self._engine.workers) is not None:
+                    workers.ask_to_stop()
+                why = self._too_long(doing, for_s=now_s - since_s, in_all_s=now_s - begun_s)
+                if why and (pid := self.pid) is not None:
+                    self._killed = self._killed or why
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(_ASK_S)
         if self._stopping and self._thread.is_alive():
             self._thread.join()
@@ -227,7 +232,7 @@ class Keeper:
         if self._prepared is None:
             return f"it was not ready when it was asked to end; it was {doing}"
         if self._at_once:
-            return f"it was to end at once; it was {doing}"
+            return _HURRIED
         if not self._stopping:  # there is a checkpoint to come back to, and memory is wanted now
             return f"it did not leave for {_LEAVE_S:g} s; it was {doing}" if in_all_s > _LEAVE_S else ""
         writes = _WRITING in doing
@@ -278,12 +283,12 @@ class Keeper:
 
     def _goes_on_after(self, error: Exception) -> bool:
         """Whether there may be another attempt after one that failed."""
-        if self.kept.state == "evicted":
-            return True  # it comes back from its checkpoint; what is wrong with itself will show again
-        if self._killed and self._at_once:
+        if self.kept.state == "evicted":  # it comes back from its checkpoint; what is wrong with itself shows again
+            _LOG.warning("background %s left without a checkpoint of its last steps: %s", self.kept.name, error)
+            return True
+        if self._killed == _HURRIED:
             return False
-        step = self._reached()
-        if self._stopping or not isinstance(error, RunError) or step <= self._failed_at:
+        if self._stopping or not isinstance(error, RunError) or (step := self._reached()) <= self._failed_at:
             self._fail(error)
             return False
         _LOG.warning("background %s is started again: %s", self.kept.name, error)

@@ -275,12 +275,14 @@ def _kept(request: ShareRequest, folder: Path) -> Iterator[list[Keeper]]:
     finally:
         for watch in watches:
             watch.stop()
+        for keeper in keepers:  # those that have not ended by now have learnt for nobody
+            keeper.hurry()
         _stop(keepers)
 
 
 def _stop(keepers: Sequence[Keeper], interrupts: Callable[[], int] = lambda: 0) -> None:
     """All at once, as each may take a while; those that have ended are asked in vain. Ctrl-C has them killed."""
-    stopping = [threading.Thread(target=keeper.stop) for keeper in keepers]
+    stopping = [threading.Thread(target=keeper.stop, daemon=True) for keeper in keepers]
     for thread in stopping:
         thread.start()
     told_s = time.monotonic() + _QUIETLY_S

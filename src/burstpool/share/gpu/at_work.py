@@ -81,6 +81,8 @@ class JobAtWork:
         """Of every finished step, one number for each model that is trained."""
         self.capture_s = 0.0
         """How long the capture took."""
+        self.position = feeder.position
+        """Where the samples of the step after the last whole one begin."""
         self._late: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
         self._hosts: list[torch.Tensor] = []
         """Places in pinned memory that losses can be copied to."""
@@ -106,7 +108,8 @@ class JobAtWork:
         return batch
 
     def read_later(self, loss: torch.Tensor) -> None:
-        """Has a loss copied to the host without waiting for it."""
+        """A step has ended: has its loss copied to the host without waiting for it."""
+        self.position = self.feeder.position
         if not self._hosts or (self._hosts[-1].shape, self._hosts[-1].dtype) != (loss.shape, loss.dtype):
             # As a rule only once: taking pinned memory may wait for all that the GPU was given.
             self._hosts = [*torch.empty((_LOSSES, *loss.shape), dtype=loss.dtype, pin_memory=True)]

@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing
 from torch.utils import _pytree as pytree
 
-from burstpool.engine.local import die_with
+from burstpool.engine.local import die_with, kill_at_exit, leave_signals_to_the_parent
 from burstpool.errors import JobError, ShareError
 from burstpool.job import Job
 from burstpool.run.loading import Batch, Batches
@@ -150,6 +150,7 @@ class Feeder:
             daemon=True,
         )
         self._process.start()
+        kill_at_exit(self, [self._process])
         theirs.close()
 
     def _give_back(self) -> None:
@@ -224,7 +225,7 @@ def _feed(
 ) -> None:
     """What the process runs."""
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when to end
+    leave_signals_to_the_parent()
     os.nice(niceness)
     torch.set_num_threads(1)
     try:

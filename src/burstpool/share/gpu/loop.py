@@ -117,6 +117,8 @@ class SharedGpu:
         """Step under way → whether it is to be alone."""
         self._newest = -1
         """The step that was launched last."""
+        self.is_whole = True
+        """Whether the foreground's state is, or will be, that after whole steps."""
         self._wait = waiter() if gaps else None
         self.measured = Measured()
         self.spans: collections.deque[StepSpan] = collections.deque(maxlen=_KEPT_SPANS)
@@ -178,6 +180,7 @@ class SharedGpu:
     def _launch_foreground(self, step: int, batch: list[list[Batch]]) -> list[Window]:
         """Queues a step; returns its stretches of compute and its gaps, in the order of time."""
         steps, windows, shares = self.foreground.steps, list[Window](), iter(self._stretches)
+        self.is_whole = False
         begin = since = recorded(steps.stream, timing=True)
         self._with_room(step, lambda: steps.begin(batch))
         self.foreground.feeder.used(steps.stream)
@@ -193,6 +196,7 @@ class SharedGpu:
                 else:
                     self._with_room(step, steps.pieces[part])
         self.foreground.read_later(steps.end())
+        self.is_whole = True
         end = recorded(steps.stream, timing=True)
         self.spans.append(StepSpan(begin=begin, end=end))
         windows.append(Window(since, end, next(shares)))
@@ -213,6 +217,7 @@ class SharedGpu:
             if not self.foreground.steps.undo():
                 raise RunError(f"the foreground ran out of memory in the middle of a change: {words}")
             if self._evictions is None or not self._evictions.make_room():
+                self.is_whole = True
                 raise RunError(f"the foreground ran out of memory, with no background left to make room: {words}")
             self._resumed[step] = recorded(self.foreground.steps.stream, timing=True)
 

@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass, replace
-from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from burstpool.engine.local import die_with, kill_running, leave_signals_to_the_parent
+from burstpool.engine.local import die_with, kill_at_exit, kill_running, leave_signals_to_the_parent
 from burstpool.errors import RunError, ShareError, in_a_line
 from burstpool.job import Job
 from burstpool.run.checkpoint import (
@@ -211,7 +210,9 @@ class SecondProcess:
         newest = latest_checkpoint(self._checkpoints)
         step = CheckpointState.load(newest / "state.json").step if newest is not None else 0
         if step < len(self.losses) and (not was_away or self.ended):
-            raise RunError(f"its process had ended, or did not end within {_SAVE_S:g} s, and left that of step {step}")
+            raise RunError(
+                f"its process was gone, or took more than {_SAVE_S:g} s; a checkpoint of step {step} is there"
+            )
 
     def close(self) -> None:
         """See `Filler`."""
@@ -237,8 +238,7 @@ class SecondProcess:
         )
         process.start()
         self._process = process
-        # Before multiprocessing, as this process ends, sends it SIGTERM, which it ignores, and waits for it.
-        util.Finalize(self, kill_running, args=([process],), exitpriority=0)
+        kill_at_exit(self, [process])
         theirs.close()
 
     def _calibrated(self) -> float:
@@ -256,7 +256,9 @@ class SecondProcess:
         return times_s[len(times_s) // 2]
 
     def _read(self) -> None:
-        """Takes in what the process has said."""
+        """Takes in what the process has said, unless it has failed."""
+        if self.ended and self.last_step_s is None:
+            return
         with contextlib.suppress(EOFError, OSError):
             while self._answers.poll():
                 kind, *rest = self._answers.recv()
@@ -284,7 +286,7 @@ class SecondProcess:
     def _end_at_last(self) -> None:
         """It has trained all of its steps: it writes a checkpoint and leaves."""
         self.ended, self.last_step_s = LAST_STEP, time.monotonic()
-        self.where, self._heard = "leaving", time.monotonic()
+        self.where, self._heard, self._leave_s = "leaving", time.monotonic(), _SAVE_S
         self._wants_out.value = 1
         self._permits.release()
 
