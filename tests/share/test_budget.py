@@ -1,6 +1,7 @@
 """The controller keeps its promises to simulated foregrounds, whatever they and their backgrounds are like."""
 
 import math
+import random
 import time
 
 import pytest
@@ -131,11 +132,29 @@ def test_a_foreground_whose_background_is_gone_waits_for_nothing(
     """What is learnt of a step is worked out before the next: that cost up to 8% of steps of 1.6 ms."""
     learnt: list[int] = []
     add = BaseTime.add
-    monkeypatch.setattr(BaseTime, "add", lambda self, t, *, step: learnt.append(step) or add(self, t, step=step))
+
+    def learning(self: BaseTime, time_s: float, *, step: int, can_wait: bool = False) -> bool:
+        learnt.append(step)
+        return add(self, time_s, step=step, can_wait=can_wait)
+
+    monkeypatch.setattr(BaseTime, "add", learning)
     Simulated(is_away=lambda step: step >= 300).run(Controller(Budget(), gaps=gaps), STEPS)
     away = [step for step in learnt if step > 400]
     assert looks * 0.03 * (STEPS - 400) < len(away) < looks * 0.06 * (STEPS - 400)
     assert len({step % 10 for step in away}) == 10  # and meets all steps of a period
+
+
+def test_steps_that_ran_alone_by_chance_are_taken_in_by_fours_and_one_that_was_planned_at_once() -> None:
+    patient, prompt = BaseTime(enough=20), BaseTime(enough=20)
+    rng = random.Random(0)
+    told = []
+    for step in range(60):
+        time_s = rng.gauss(0.01, 0.001)
+        planned = step < 30 or step == 55
+        patient.add(time_s, step=step, can_wait=not planned)
+        prompt.add(time_s, step=step)
+        told.append(patient.mean_s == prompt.mean_s)
+    assert [step for step in range(60) if told[step]] == [*range(30), 33, 37, 41, 45, 49, 53, 55, 59]
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

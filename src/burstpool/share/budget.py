@@ -306,7 +306,7 @@ class Controller:
         before_s = self.base.mean_s
         if self._is_paying and self._step - self._last_shared < sum(_SPACING):
             pass  # a step after long ones, not one that was chosen evenly
-        elif self.base.add(time_s, step=self._step):
+        elif self.base.add(time_s, step=self._step, can_wait=not meant_alone):
             self._forget()
         elif self.base.questions:
             self._alone_left = max(self._alone_left, self.base.questions)
