@@ -1,4 +1,4 @@
-"""Rows of the GPU benchmark, as cuda.py writes them and tables, pictures and comparisons read them."""
+"""Rows of the benchmarks, as cuda.py and cpu.py write them and tables, pictures and comparisons read them."""
 
 import json
 import os
@@ -12,7 +12,7 @@ GAPS = ", gaps"
 
 
 def all_rows(path: Path) -> Rows:
-    """What cuda.py wrote."""
+    """What they wrote."""
     found = json.loads(path.read_text())
     rows: Rows = found["rows"] if isinstance(found, dict) else found
     return rows
