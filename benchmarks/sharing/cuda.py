@@ -18,6 +18,7 @@ already are not measured again. With `--within` it ends by itself, and starts on
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gaps import gaps_of_plan
 from jobs import Which
 from measured_rows import GAPS, Rows, all_rows, write_rows
 from players import Player, mps_environment, start_mps, two_processes
@@ -118,7 +120,14 @@ def all_lines(args: argparse.Namespace) -> list[Line]:
         else itertools.product(args.foregrounds.split(","), args.backgrounds.split(","))
     )
     ways = names(args.ways.split(","), [float(text) for text in args.budgets.split(",")])
-    return [(Which.parse(first), Which.parse(second), way) for first, second in pairs for way in ways]
+    found = [(Which.parse(first), Which.parse(second), way) for first, second in pairs for way in ways]
+    return [line for line in found if not line[2].endswith(GAPS) or has_gaps(line[0])]
+
+
+@functools.cache
+def has_gaps(foreground: Which) -> bool:
+    """Whether its burst plan leaves any; if not, its line with gaps would be that without."""
+    return bool(gaps_of_plan(foreground)[1])
 
 
 def named_lines(text: str) -> list[Line]:

@@ -124,6 +124,14 @@ def test_lines_that_are_named_are_measured_and_no_others(monkeypatch: pytest.Mon
     ]
 
 
+def test_a_plan_without_gaps_has_no_line_with_gaps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would be its line at the same budget once more."""
+    given = ["--foregrounds", "vgg16:4,vgg16:16", "--backgrounds", "resnet18:8", "--budgets", "1.1"]
+    found = lines(monkeypatch, *given, "--ways", "ours,gaps", "--out", str(tmp_path / "rows"))
+    ways = {"vgg16:4": ["ours 1.10", "ours 1.10, gaps"], "vgg16:16": ["ours 1.10"]}
+    assert found == [(foreground, "resnet18:8", way) for foreground, some in ways.items() for way in some]
+
+
 def test_a_table_of_ways_that_hold_nothing_back_shows_them_all_and_sums_nothing_up() -> None:
     figures = {"slowdown": 2.0, "slowdown_p95": 2.1, "kept": 0.4, "sum_of_shares": 0.9}
     rows = [
