@@ -34,6 +34,9 @@ class Which:
 class FixedFeeder:
     """One batch again and again: what is compared is the GPU, not the loading."""
 
+    position = None
+    """Nowhere in particular: what is trained here is not kept."""
+
     def __init__(self, job: Any) -> None:
         from torch.utils import _pytree as pytree
 
