@@ -70,6 +70,23 @@ def test_long_steps_of_the_foreground_are_not_taken_for_the_backgrounds_fault(
     assert controller.overlap_cost.value < 1.5  # it is 0.5
 
 
+@pytest.mark.parametrize(
+    ("slowdown", "noise", "cost", "least"), [(1.10, 0.1, 0.4, 0.024), (1.10, 0.12, 0.2, 0.075), (1.20, 0.1, 0.4, 0.085)]
+)
+def test_steps_that_are_long_by_themselves_now_and_then_hold_nobody_back_for_long(
+    slowdown: float, noise: float, cost: float, least: float
+) -> None:
+    """It kept 0.015, 0.062 and 0.066 where each of them was held against the background."""
+    found = [
+        Simulated(noise=noise, cost=lambda step: cost, slice_s=0.001, seed=seed).run(
+            Controller(Budget(slowdown=slowdown)), 2 * STEPS
+        )
+        for seed in range(4)
+    ]
+    assert all(holds(each, slowdown, start=20) for each in found)
+    assert sum(each.mean_work(500) for each in found) / len(found) > least
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.sampled_from((1.05, 1.10, 1.20)),

@@ -54,6 +54,9 @@ _RARELY = 0.025
 """Share of the steps that may pass the tail limit; below the 5% that a p95 allows."""
 _TAIL_STEP = 0.3
 """How far one step over the limit takes the work back."""
+_RARELY_NOISY, _MOST_NOISY, _TAIL_STEP_NOISY = 0.04, 0.05, 0.08
+"""The same for a foreground that passes the limit by itself now and then: one such step says little of the background.
+As many as the second may pass it where the foreground alone comes near to that, and more only as far as it does."""
 _SPACING = (29, 19, 25)
 """Steps from one alone step to the next. Their sum, 73, is a prime: each time around they fall on other steps of a
 foreground's period, and in the end on all of them alike."""
@@ -382,8 +385,10 @@ class Controller:
     def _follow_tail(self, ratio: float) -> None:
         """Finds, by small steps, the share of work with which as few steps pass the limit as may."""
         limit = self._tail_limit()
-        rarely = max(_RARELY, 1.5 * self.base.share_above(limit))  # what it does alone is not the background's fault
-        change = -_TAIL_STEP * (1 - rarely) if ratio > limit else _TAIL_STEP * rarely
+        own, rarely, step = self.base.share_above(limit), _RARELY, _TAIL_STEP
+        if own > 0:  # what it does alone is not the background's fault
+            rarely, step = max(_RARELY_NOISY, min(1.5 * own, _MOST_NOISY), 1.1 * own), _TAIL_STEP_NOISY
+        change = -step * (1 - rarely) if ratio > limit else step * rarely
         self.scale = min(max(self.scale * math.exp(change), 0.01), 1.0)
 
     def _watch(self, residual: float) -> None:
