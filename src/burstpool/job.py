@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from burstpool.errors import JobError
 from burstpool.limits import available_bytes, in_gib, is_out_of_memory
+from burstpool.random_state import gpus_in_use, random_state_kept, seed_all
 from burstpool.setting_lists import written_list
 from burstpool.setting_values import convert
 
@@ -78,11 +79,11 @@ class Job:
         """The model with the weights its seed gives; leaves the global random state as it was."""
         import torch
 
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        in_use = gpus_in_use()
         try:
-            with torch.random.fork_rng(devices):
-                torch.manual_seed(self.seed)
-                model = self.model()
+            model = self._seeded_model()
+            if gpus_in_use() and not in_use:  # it builds on a GPU, which had no seed before
+                model = self._seeded_model()
         except JobError:
             raise
         except Exception as error:
@@ -90,6 +91,11 @@ class Job:
         if not isinstance(model, torch.nn.Module):
             raise JobError(f"Job.model of {self.name!r} returned a {type(model).__name__}; it must return a module")
         return model
+
+    def _seeded_model(self) -> Any:
+        with random_state_kept():
+            seed_all(self.seed)
+            return self.model()
 
     def samples(self, batch: int) -> tuple[Any, Any]:
         """The first `batch` samples, collated to `(input, target)`; wraps around short data."""

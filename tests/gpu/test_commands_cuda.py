@@ -15,6 +15,24 @@ from burstpool.profiling.profile import Profile
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = "cuda"
+NO_GPU = """
+import torch
+from burstpool import Job
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        assert not torch.cuda.is_initialized(), "this process uses the GPU"
+        return torch.ones(3), torch.zeros(2)
+
+def job():
+    return Job(
+        model=lambda: torch.nn.Linear(3, 2), loss=torch.nn.functional.mse_loss, data=Samples(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch=4,
+    )
+"""
 
 
 def command(*arguments: object, folder: Path) -> dict[str, Any]:
@@ -40,6 +58,13 @@ def test_a_job_that_goes_on_trains_what_it_trains_in_one_go(tmp_path: Path) -> N
     command(*train, "--steps", 20, "--run-folder", "parts", folder=tmp_path)
     parts = command(*train, "--steps", 30, "--resume", "parts", folder=tmp_path)
     assert parts["loss"] == whole["loss"]
+
+
+def test_training_on_the_cpu_uses_no_gpu(tmp_path: Path) -> None:
+    """It would hold memory of each, and fail where one is full. Samples are loaded by every process that trains."""
+    (tmp_path / "job.py").write_text(NO_GPU)
+    train = ("train", "job.py", "--devices", 2, "--no-measure", "--checkpoint-every", 2)
+    assert command(*train, "--steps", 8, "--run-folder", "run", folder=tmp_path)["steps"] == 8
 
 
 def test_jobs_share_the_device_and_both_get_on(tmp_path: Path) -> None:

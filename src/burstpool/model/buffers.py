@@ -37,8 +37,3 @@ def kept(model: nn.Module) -> Iterator[None]:
             for buffer in model.buffers():
                 if not torch.equal(buffer, contents[id(buffer)]):
                     buffer.copy_(contents[id(buffer)])
-
-
-def cuda_devices() -> list[int]:
-    """For `fork_rng`, which complains when it has to choose among several devices itself."""
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []

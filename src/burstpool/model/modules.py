@@ -16,11 +16,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burstpool.errors import TraceError
-from burstpool.model.buffers import cuda_devices, kept
+from burstpool.model.buffers import kept
 from burstpool.model.capture import batch_of, flatten_arguments, resize_batch
 from burstpool.model.code import LayerCode
 from burstpool.model.graph import BATCH, Layer, LayerGraph, Value, unique
 from burstpool.model.traced import CallShape, TracedModel
+from burstpool.random_state import random_state_kept
 
 
 @dataclass(slots=True)
@@ -192,7 +193,7 @@ def _watch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             if path:
                 handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        with kept(model), torch.random.fork_rng(cuda_devices()), torch.no_grad(), _Watcher(open_calls):
+        with kept(model), random_state_kept(), torch.no_grad(), _Watcher(open_calls):
             result = model(*args, **kwargs)
     finally:
         for handle in handles:
