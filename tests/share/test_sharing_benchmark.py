@@ -143,6 +143,29 @@ def test_a_table_of_ways_that_hold_nothing_back_shows_them_all_and_sums_nothing_
     assert budget_tables.summary(rows) == []
 
 
+def test_a_table_is_in_order_whatever_was_measured_first() -> None:
+    def row(foreground: str, background: str, way: str, p95: float, **more: float) -> dict[str, Any]:
+        line = {"foreground": foreground, "background": background, "way": way}
+        return {**line, "slowdown": 1.1, "slowdown_p95": p95, "kept": 0.2, **more}
+
+    rows = [
+        row("vgg16:16", "array:16", "ours 1.20", 1.26),
+        row("tiny_vgg:32", "tiny_mlp ×8", "ours 1.10", 1.34, alone_p95=1.3),
+        row("vgg16:4", "array:16", "ours 1.10, gaps", 1.1, sum_of_shares=1.2, gap_share=0.3),
+        row("vgg16:4", "resnet50:32", "ours 1.05", 1.0),
+    ]
+    heads, _, *cells = budget_tables.table(rows).splitlines()
+    assert heads.split(" | ")[2:5] == ["ours, 1.05", "ours, 1.10", "ours, 1.20"]
+    names = [line.split(" | ")[:2] for line in cells]
+    assert names == [
+        ["| VGG-16, 4", "ResNet-50, 32"], ["| ", "array of 16"], ["| VGG-16, 16", "array of 16"],
+        ["| tiny_vgg, 32", "tiny_mlp ×8"],
+    ]  # fmt: skip
+    assert budget_tables.summary(rows) == [
+        "4 lines: mean within 0.01 above the budget in 3, p95 within 0.05 in 3; at most 0.050 and 0.060 above it"
+    ]
+
+
 def test_what_was_measured_for_as_long_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pair = {"foreground": "vgg16:1", "background": "array:16"}
     done = [
