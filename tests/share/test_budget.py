@@ -157,6 +157,17 @@ def test_steps_that_ran_alone_by_chance_are_taken_in_by_fours_and_one_that_was_p
     assert [step for step in range(60) if told[step]] == [*range(30), 33, 37, 41, 45, 49, 53, 55, 59]
 
 
+def test_what_was_put_off_is_not_taken_for_steps_over_a_limit_and_can_be_odd_itself() -> None:
+    base = BaseTime(enough=20)
+    for step in range(23):
+        base.add(0.01 + 0.0001 * (step % 2), step=step, can_wait=step >= 21)
+    assert base.share_above(1.10) == 0
+    assert base.share_above(0.5) == 1
+    assert base.is_odd(0.012)
+    assert base.is_odd(0.008)
+    assert not base.is_odd(0.0101)
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(slowdowns, st.floats(0.4, 2.5), st.integers(401, 995), st.sampled_from([(), (Gap(length_s=0.0),)]), seeds)
 @example(1.10, 1.5, 990, (), 0)

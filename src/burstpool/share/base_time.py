@@ -117,7 +117,7 @@ class BaseTime:
         if self.num_samples <= 3 or abs(far) <= max(3.5 * self.noise, 0.015):
             return False
         alike = bisect_left(self._ordered, (1 + 0.7 * far) * self.mean_s)
-        return (alike if far < 0 else self.num_samples - alike) <= 2  # itself, and another
+        return (alike if far < 0 else len(self._ordered) - alike) <= (1 if self._put_off else 2)  # itself, and another
 
     def question(self) -> None:
         """The next three alone steps by themselves decide whether the foreground has changed."""
@@ -125,7 +125,7 @@ class BaseTime:
 
     def share_above(self, limit: float) -> float:
         """Share of the alone steps that took more than `limit` means."""
-        return 1 - bisect_right(self._ordered, limit * self.mean_s) / max(self.num_samples, 1)
+        return 1 - bisect_right(self._ordered, limit * self.mean_s) / max(len(self._ordered), 1)
 
     def _answer(self) -> bool:
         """Whether the steps since the question differ from those before; asks for more if that is open."""
