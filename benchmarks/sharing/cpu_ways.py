@@ -5,14 +5,19 @@ own noise, and `kept`, the background's steps a second over those alone. Steps a
 between; of the others a run before and one after, since such a machine drifts; ours has `beside_runs` by these, too.
 """
 
+import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any
 
+from burstpool.engine.base import Doing, Place, phrase
+from burstpool.engine.local import LocalWorkers
 from burstpool.plan.plan import Plan
 from burstpool.run.options import RunOptions
 from burstpool.run.progress import Observer, Progress
@@ -20,15 +25,17 @@ from burstpool.run.trainer import train
 from burstpool.share.base import Background, ShareRequest
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.cpu import share_on_cpu
-from burstpool.share.gates.announce import SHARING, StepLog, p95
+from burstpool.share.gates.announce import SHARING, Announcer, StepLog, p95
 from burstpool.share.gates.gate import Gate
 from burstpool.share.gates.keeper import Keeper
 from burstpool.share.gates.workers import SharingEngine
 
 OPTIONS = RunOptions(timeline_steps=0, checkpoint_every=0)
 WARM_UP = 10
-TURNS = 6
-"""Of the overhead, in which a line's steps are divided."""
+TURN = 40
+"""Steps in a row that are announced at a gate, or are not, where the overhead is measured."""
+SETTLING = 5
+"""Of these at the beginning that do not count: work begun in the turn before ends in them."""
 BEFORE_AND_AFTER = 12
 """A run of the foreground alone, before or after, is this much shorter than the line."""
 UNGATED = 4
@@ -74,7 +81,7 @@ def measured(way: str, case: Case) -> dict[str, Any]:
     """The figures of a way, by its name."""
     kind, *budget = way.split()
     if way == "no background":
-        return overhead(case)
+        return overhead(case.for_a_part(1, 20 * TURN))
     held = kind in ("ours", "controller")
     found = ours(case, float(budget[0])) if held else ungated(case.for_a_part(UNGATED, 10 * WARM_UP))
     return found | {"sum_of_shares": 1 / found["slowdown"] + (found["kept"] or 0.0)}
@@ -146,20 +153,57 @@ def ungated(case: Case) -> dict[str, Any]:
 
 
 def overhead(case: Case) -> dict[str, Any]:
-    """Sharing on, with a gate at which nobody waits, against a plain run; turn about, so that drift cancels."""
-    case = case.for_a_part(TURNS, 10 * WARM_UP)
+    """Steps announced at a gate at which nobody waits, against steps that are not, turn about in the same processes.
+
+    Two runs of one program differ by more than what is looked for.
+    """
     case.folder.mkdir(parents=True, exist_ok=True)
-    plain: list[float] = []
-    shared: list[float] = []
-    for turn in range(TURNS):
-        gates = [[Gate.create(case.folder / f"gate-{turn}-{device}")] for device in range(case.plan.num_devices)]
-        plain += steps_alone(case.in_folder(f"plain-{turn}"))
-        engine = SharingEngine(case.request(Budget(), ()), gates, case.folder / f"log-{turn}.json")
-        shared += steps_alone(case.in_folder(f"shared-{turn}"), engine)
-    plain.sort()
-    shared.sort()
-    step_s = plain[len(plain) // 2]
-    return {"overhead": shared[len(shared) // 2] / step_s - 1, "step_ms": 1e3 * step_s}
+    gates = [[Gate.create(case.folder / f"gate-{device}")] for device in range(case.plan.num_devices)]
+    engine = TurnsEngine(case.request(Budget(), ()), gates, case.folder / "log.json")
+    times = steps_alone(case.in_folder("run"), engine)
+    turns = [median(times[begin + SETTLING : begin + TURN]) for begin in range(0, len(times) - TURN + 1, TURN)]
+    around = [(before + after) / 2 for before, after in zip(turns[1::2], turns[3::2], strict=False)]
+    ratios = [announced / plain for announced, plain in zip(turns[2::2], around, strict=False)]
+    return {
+        "overhead": fmean(ratios) - 1,
+        "overhead_error": stdev(ratios) / math.sqrt(len(ratios)),
+        "step_ms": 1e3 * median(turns[1::2]),
+    }
+
+
+class TurnsEngine(SharingEngine):
+    """One whose workers announce their steps in turns."""
+
+    def start(self, work: Callable[[Place, Any], Any], task: Any, **options: Any) -> LocalWorkers:
+        """See `Engine`."""
+        return super().start(partial(in_turns, work), task, **options)
+
+
+def in_turns(work: Callable[[Place, Any], Any], place: Place, task: Any) -> Any:
+    """What such a worker runs."""
+    assert isinstance(place.doing, Announcer)
+    return work(replace(place, doing=Turns(place.doing)), task)
+
+
+class Turns:
+    """A `Doing` that announces so many steps, and then as many not."""
+
+    def __init__(self, announcer: Announcer) -> None:
+        self._announced, self._plain = announcer, announcer.inner
+        self._now: Doing = announcer
+
+    def begin_step(self, step: int) -> None:
+        """See `Doing`."""
+        turn, place = divmod(step - WARM_UP, TURN)
+        if place == 0:
+            if turn % 2:
+                self._announced.say(phrase("writing a checkpoint"))  # the last announced step ends here
+            self._now = self._plain if turn % 2 else self._announced
+        self._now.begin_step(step)
+
+    def say(self, phrase: bytes) -> None:
+        """See `Doing`."""
+        self._now.say(phrase)
 
 
 @contextmanager

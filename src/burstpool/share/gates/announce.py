@@ -146,7 +146,9 @@ class Announcer:
 
         `memory` tells how much of the device's is free and how much there is, for gates whose backgrounds share it.
         """
-        self._inner, self._gates, self._pace = inner, gates, pace
+        self.inner = inner
+        """What it wraps: a worker's own, which nobody but whoever watches the worker reads."""
+        self._gates, self._pace = gates, pace
         self._when, self._memory, self._told_s = when or _at_once, memory, 0.0
         self._step = -1
         self._moment = _IDLE
@@ -155,7 +157,7 @@ class Announcer:
 
     def begin_step(self, step: int) -> None:
         """See `Doing`; the second call for a step says nothing new."""
-        self._inner.begin_step(step)
+        self.inner.begin_step(step)
         if step == self._step:
             return
         self._step = step
@@ -172,7 +174,7 @@ class Announcer:
 
     def say(self, phrase: bytes) -> None:
         """See `Doing`."""
-        self._inner.say(phrase)
+        self.inner.say(phrase)
         moment = self._moments.get(phrase[:4], _COMPUTING)
         if moment == self._moment:
             return
