@@ -1,5 +1,6 @@
 """Random state: kept where it is used. GPUs that nobody uses are left alone: jobs on CPUs make no context on them."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,3 +139,16 @@ def test_a_gpu_that_a_failing_model_began_to_use_draws_what_it_would_have(unused
     with pytest.raises(ValueError, match="wrong"):
         build()
     assert (unused.generator.seed, unused.generator.drawn) == (99, 0)
+
+
+def test_a_model_that_is_built_again_is_never_there_twice(unused: _Unused) -> None:
+    """One of more than half of a GPU would else run out of its memory."""
+    there: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def model() -> torch.nn.Module:
+        unused.draw()
+        assert not there
+        there.add(made := torch.nn.Linear(2, 2))
+        return made
+
+    Job(model=model, loss=torch.nn.functional.mse_loss, data=[], optimizer=torch.optim.SGD).build_model()
