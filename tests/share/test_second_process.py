@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from share_alone import JOBS, foreground_plan, losses_alone
@@ -150,6 +152,39 @@ def test_a_loss_that_is_not_finite_is_the_end_whatever_follows(tmp_path: Path, m
     assert len(process.losses) == 1
     assert process.last_step_s is None
     process.save()  # there is nothing worth saving
+
+
+def at_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[SecondProcess, Mock]:
+    """One whose process writes what it has learnt for ever."""
+    monkeypatch.setattr("burstpool.share.gpu.second_process._LEAVE_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(SecondProcess, "_start", lambda process: None)
+        patch.setattr(SecondProcess, "_calibrated", lambda process: 1e-3)
+        source = JobSource(source=JOBS, settings={})
+        process = SecondProcess("background", source, checkpoints=tmp_path, device="cpu", most_steps=1, **options)
+    process._answers, theirs = multiprocessing.Pipe(duplex=False)
+    process._permits, process._wants_out = Mock(), Mock()
+    process._process = running = Mock(pid=1)
+    theirs.send(("step", 0.5, 1e-3))
+    process.look_after()
+    assert (process.ended, process.where) == (LAST_STEP, "leaving")
+    return process, running
+
+
+def test_one_that_writes_after_its_last_step_has_time_for_it_unless_memory_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, running = at_its_last_step(tmp_path, monkeypatch)
+    time.sleep(0.2)
+    process.leave()
+    assert process.where == "leaving"
+    begun = time.monotonic()
+    process.leave(at_once=True)
+    assert 0.1 <= time.monotonic() - begun < 5  # it is given some time from now on
+    assert process.where == "away"
+    running.kill.assert_called_once()
+    with pytest.raises(RunError, match="of step 0"):
+        process.save()
 
 
 def test_stopped_while_its_first_steps_are_waited_for_no_process_is_left(

@@ -49,8 +49,9 @@ _WARM_UP_STEPS = 3
 _CALIBRATION_STEPS = 5
 _START_S = 300.0
 """How long the process may take to its first steps."""
-_LEAVE_S, _SAVE_S = 10.0, 60.0
-"""How long it may take to write a checkpoint and end before it is killed: where memory is wanted, and at the end."""
+_LEAVE_S, _SAVE_S = 5.0, 60.0
+"""How long it may take to write a checkpoint and end before it is killed: where memory is wanted, and after its last
+step or the foreground's. One that is pushed in the midst of that has as long from then as where memory is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class SecondProcess:
         self.losses: list[list[float]] = []
         self._source, self._checkpoints, self._autocast = source, checkpoints, autocast
         self._memory_bytes, self._hang_s, self._device = memory_bytes, hang_s, device
-        self._most_steps, self._leave_s = most_steps, _LEAVE_S
+        self._most_steps = most_steps
         self._times_s: list[float] = []
         self._context = torch.multiprocessing.get_context("spawn")
         # Without a lock: there is one writer, and it may be killed at any moment.
@@ -153,24 +154,12 @@ class SecondProcess:
 
     def leave(self, *, at_once: bool = False) -> None:
         """See `Evictable`; a process that does not leave in time is killed, and goes on from an older checkpoint."""
-        if self.where == "here":
-            self.where, self._heard = "leaving", time.monotonic()
-            self._wants_out.value = 1
-            self._permits.release()
-        elif self.where == "returning":
-            self._heard = -math.inf
-        while self.where != "away":
-            over = not self._process.is_alive() or time.monotonic() - self._heard > self._leave_s
-            self._read()  # also what it said last
-            if self.ended and self.last_step_s is None:
-                return
-            if over:
-                self.close()
-                self.where, self._given = "away", self.finished
-            elif not at_once:
-                return
-            else:
-                time.sleep(1e-3)
+        self._ask_to_leave()
+        deadline_s = self._heard + (_SAVE_S if self.ended else _LEAVE_S)
+        if at_once:
+            deadline_s = min(deadline_s, time.monotonic() + _LEAVE_S)
+        while not self._has_left(deadline_s) and at_once:
+            time.sleep(1e-3)
 
     def come_back(self) -> None:
         """See `Evictable`."""
@@ -202,16 +191,17 @@ class SecondProcess:
         if self.ended and self.last_step_s is None:
             return
         was_away = self.where in ("away", "returning")
-        self._leave_s = _SAVE_S
         if not was_away:
-            self.leave(at_once=True)
+            self._ask_to_leave()
+            while not self._has_left(self._heard + _SAVE_S):
+                time.sleep(1e-3)
         if self.ended and self.last_step_s is None:  # while it wrote
             return
         newest = latest_checkpoint(self._checkpoints)
         step = CheckpointState.load(newest / "state.json").step if newest is not None else 0
         if step < len(self.losses) and (not was_away or self.ended):
             raise RunError(
-                f"its process was gone, or took more than {_SAVE_S:g} s; a checkpoint of step {step} is there"
+                f"its process was gone, or was killed as it took too long; a checkpoint of step {step} is there"
             )
 
     def close(self) -> None:
@@ -219,6 +209,25 @@ class SecondProcess:
         if self._process is not None:
             kill_running([self._process])
             self._process = None
+
+    def _ask_to_leave(self) -> None:
+        if self.where == "here":
+            self.where, self._heard = "leaving", time.monotonic()
+            self._wants_out.value = 1
+            self._permits.release()
+        elif self.where == "returning":  # it has nothing that is not in its checkpoint
+            self._heard = -math.inf
+
+    def _has_left(self, deadline_s: float) -> bool:
+        """Whether it has, or has failed; it is killed after the deadline."""
+        if self.where == "away":
+            return True
+        over = not self._process.is_alive() or time.monotonic() > deadline_s
+        self._read()  # also what it said last
+        if over and not (self.ended and self.last_step_s is None):
+            self.close()
+            self.where, self._given = "away", self.finished
+        return self.where == "away"
 
     def _start(self) -> None:
         """Another process, from the newest checkpoint if there is one."""
@@ -286,7 +295,7 @@ class SecondProcess:
     def _end_at_last(self) -> None:
         """It has trained all of its steps: it writes a checkpoint and leaves."""
         self.ended, self.last_step_s = LAST_STEP, time.monotonic()
-        self.where, self._heard, self._leave_s = "leaving", time.monotonic(), _SAVE_S
+        self.where, self._heard = "leaving", time.monotonic()
         self._wants_out.value = 1
         self._permits.release()
 
