@@ -187,6 +187,17 @@ def test_one_that_writes_after_its_last_step_has_time_for_it_unless_memory_is_wa
         process.save()
 
 
+def test_one_that_begins_anew_has_trained_no_step_before(process: SecondProcess) -> None:
+    assert process.steps_before == len(process.losses) == 8
+    train_on(process, 10)
+    os.kill(process._process.pid, signal.SIGKILL)  # before it has saved anything
+    process._process.join()
+    process.leave(at_once=True)
+    process.come_back()
+    until(lambda: process.where == "here", doing=process.come_back)
+    assert (process.steps_before, process.losses) == (0, [])
+
+
 def test_stopped_while_its_first_steps_are_waited_for_no_process_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

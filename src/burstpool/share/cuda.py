@@ -229,7 +229,7 @@ class _Sharing:
             memory_bytes=self._memory_bytes(wanted),
             most_steps=wanted.steps,
         )
-        beside.alone_s, beside.losses, beside.steps_before = process.alone_s, process.losses, process.steps_done
+        beside.alone_s, beside.losses = process.alone_s, process.losses
         return process
 
     def _captured(self, beside: _Beside, sources: Sequence[JobSource]) -> BackgroundWork:
@@ -448,7 +448,8 @@ class _Sharing:
 
     def _background_outcome(self, beside: _Beside) -> BackgroundOutcome:
         filler = beside.filler
-        trained = len(beside.losses) - beside.steps_before
+        before = filler.steps_before if isinstance(filler, SecondProcess) else beside.steps_before
+        trained = len(beside.losses) - before
         last_step_s = filler.last_step_s if filler is not None else None
         reason = _why_failed(beside)
         many = len(beside.wanted.settings) > 1

@@ -91,6 +91,8 @@ class SecondProcess:
         self.last_step_s: float | None = None
         self.where: Where = "here"
         self.losses: list[list[float]] = []
+        self.steps_before = 0
+        """Of `losses`, how many are of steps that told its speed, before any was let go."""
         self._source, self._checkpoints, self._autocast = source, checkpoints, autocast
         self._memory_bytes, self._hang_s, self._device = memory_bytes, hang_s, device
         self._most_steps = most_steps
@@ -104,6 +106,7 @@ class SecondProcess:
         self._start()
         try:
             self.alone_s = self._calibrated()
+            self.steps_before = self.steps_done
         except BaseException:  # also where somebody is tired of waiting: nobody else knows of the process yet
             self.close()
             raise
@@ -276,6 +279,7 @@ class SecondProcess:
                     return
                 if kind == "resumed":
                     del self.losses[rest[0] :]  # one that was killed goes on from an older checkpoint
+                    self.steps_before = min(self.steps_before, rest[0])
                     self.where = "here" if self.where == "returning" else self.where
                     continue
                 if kind == "no room":
