@@ -198,6 +198,32 @@ def test_one_that_begins_anew_has_trained_no_step_before(process: SecondProcess)
     assert (process.steps_before, process.losses) == (0, [])
 
 
+def test_whoever_is_in_a_hurry_waits_for_nothing_and_blames_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("burstpool.share.gpu.second_process._QUIETLY_S", 0.05)
+    begun = time.monotonic()
+    process, running = at_its_last_step(
+        tmp_path, monkeypatch, is_in_a_hurry=lambda: bool(caplog.messages) and time.monotonic() > begun + 0.5
+    )
+    process.finish()
+    process.save()
+    assert time.monotonic() - begun < 5
+    assert caplog.messages == ["background background writes what it has learnt; press Ctrl-C to end it at once"]
+    running.kill.assert_called_once()
+    assert (process.ended, process.where) == (LAST_STEP, "away")
+
+
+def test_a_step_that_does_not_end_is_not_waited_for_in_a_hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, _ = at_its_last_step(tmp_path, monkeypatch, is_in_a_hurry=lambda: True)
+    process.ended, process.last_step_s, process.where = "", None, "here"
+    process._given = 1
+    begun = time.monotonic()
+    process.finish()
+    assert time.monotonic() - begun < 5
+    assert not process.ended
+
+
 def test_stopped_while_its_first_steps_are_waited_for_no_process_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

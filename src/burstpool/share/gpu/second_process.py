@@ -8,10 +8,12 @@ another process goes on from that, which takes as long as starting does but hold
 """
 
 import contextlib
+import logging
 import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +47,7 @@ from burstpool.share.gpu.at_work import LAST_STEP
 from burstpool.share.gpu.evictions import Where
 from burstpool.share.gpu.loop import alone_in_a_group
 
+_LOG = logging.getLogger(__name__)
 _WARM_UP_STEPS = 3
 _CALIBRATION_STEPS = 5
 _START_S = 300.0
@@ -52,6 +55,9 @@ _START_S = 300.0
 _LEAVE_S, _SAVE_S = 5.0, 60.0
 """How long it may take to write a checkpoint and end before it is killed: where memory is wanted, and after its last
 step or the foreground's. One that is pushed in the midst of that has as long from then as where memory is wanted."""
+
+_QUIETLY_S = 3.0
+"""How long it may be waited for at the end until that is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +88,12 @@ class SecondProcess:
         hang_s: float = 60.0,
         device: Literal["cpu", "cuda"] = "cuda",
         most_steps: int = ENDLESS,
+        is_in_a_hurry: Callable[[], bool] = lambda: False,
     ) -> None:
         """Waits until the process has trained some steps, with the GPU its own, so that its speed alone is known.
 
-        `most_steps`: at which step it has ended, these included.
+        `most_steps`: at which step it has ended, these included. `is_in_a_hurry`: whether whoever waits for its end
+        waits no longer; what is not written by then is lost.
         """
         self.name, self.ended, self.done_s, self.steps_done = name, "", 0.0, 0
         self.last_step_s: float | None = None
@@ -95,7 +103,7 @@ class SecondProcess:
         """Of `losses`, how many are of steps that told its speed, before any was let go."""
         self._source, self._checkpoints, self._autocast = source, checkpoints, autocast
         self._memory_bytes, self._hang_s, self._device = memory_bytes, hang_s, device
-        self._most_steps = most_steps
+        self._most_steps, self._is_in_a_hurry = most_steps, is_in_a_hurry
         self._times_s: list[float] = []
         self._context = torch.multiprocessing.get_context("spawn")
         # Without a lock: there is one writer, and it may be killed at any moment.
@@ -181,24 +189,29 @@ class SecondProcess:
     def finish(self) -> None:
         """See `Filler`."""
         deadline = time.monotonic() + self._hang_s
-        while self._given > self.finished and not self.ended and time.monotonic() < deadline:
-            self.look_after()
-            time.sleep(1e-3)
+
+        def is_over() -> bool:
+            if self._given > self.finished:
+                self.look_after()
+            waits_in_vain = self._is_in_a_hurry() or time.monotonic() > deadline
+            return self._given <= self.finished or bool(self.ended) or waits_in_vain
+
+        self._wait(is_over, "has not ended its step")
         self._read()
 
     def save(self) -> None:
         """At the end: it writes a checkpoint, where it is not away with one. RunError where the last step's is missing.
 
-        One that has failed writes none.
+        One that has failed writes none; that one is missing which nobody waited for is no error.
         """
         if self.ended and self.last_step_s is None:
             return
         was_away = self.where in ("away", "returning")
         if not was_away:
             self._ask_to_leave()
-            while not self._has_left(self._heard + _SAVE_S):
-                time.sleep(1e-3)
-        if self.ended and self.last_step_s is None:  # while it wrote
+            doing = "writes what it has learnt; press Ctrl-C to end it at once"
+            self._wait(lambda: self._has_left(self._heard + _SAVE_S), doing)
+        if (self.ended and self.last_step_s is None) or self._is_in_a_hurry():  # it failed while it wrote
             return
         newest = latest_checkpoint(self._checkpoints)
         step = CheckpointState.load(newest / "state.json").step if newest is not None else 0
@@ -225,12 +238,20 @@ class SecondProcess:
         """Whether it has, or has failed; it is killed after the deadline."""
         if self.where == "away":
             return True
-        over = not self._process.is_alive() or time.monotonic() > deadline_s
+        over = not self._process.is_alive() or time.monotonic() > deadline_s or self._is_in_a_hurry()
         self._read()  # also what it said last
         if over and not (self.ended and self.last_step_s is None):
             self.close()
             self.where, self._given = "away", self.finished
         return self.where == "away"
+
+    def _wait(self, is_over: Callable[[], bool], doing: str) -> None:
+        told_s = time.monotonic() + _QUIETLY_S
+        while not is_over():
+            if time.monotonic() > told_s:
+                told_s = math.inf
+                _LOG.warning("background %s %s", self.name, doing)
+            time.sleep(1e-3)
 
     def _start(self) -> None:
         """Another process, from the newest checkpoint if there is one."""
