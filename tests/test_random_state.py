@@ -1,5 +1,6 @@
 """Random state: kept where it is used. GPUs that nobody uses are left alone: jobs on CPUs make no context on them."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,22 +93,34 @@ class _Generator:
         self.seed, self.drawn = seed, 0
 
 
-def test_a_model_that_builds_on_a_gpu_has_the_weights_of_its_seed_the_first_time_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class _Unused:
+    """A GPU that nobody has used yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.generator, self.in_use = _Generator(), False
+        self.generator.manual_seed(99)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.in_use)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # whose state `fork_rng` would ask for
+        monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", self.generator.manual_seed)
+
+    def draw(self) -> None:
+        self.in_use = True
+        self.generator.drawn += 1
+
+
+@pytest.fixture
+def unused(monkeypatch: pytest.MonkeyPatch) -> _Unused:
+    return _Unused(monkeypatch)
+
+
+def test_a_model_that_builds_on_a_gpu_has_the_weights_of_its_seed_the_first_time_too(unused: _Unused) -> None:
     """Nothing was seeded there before: it is built again, and the GPU's own numbers begin where they would have."""
-    gpu, in_use = _Generator(), [False]
-    gpu.manual_seed(99)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use[0])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # whose state `fork_rng` would ask for
-    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", gpu.manual_seed)
     built: list[int] = []
 
     def model() -> torch.nn.Module:
-        in_use[0] = True
-        gpu.drawn += 1
-        built.append(gpu.seed)
+        unused.draw()
+        built.append(unused.generator.seed)
         return torch.nn.Linear(2, 2)
 
     job = Job(model=model, loss=torch.nn.functional.mse_loss, data=[], optimizer=torch.optim.SGD, seed=3)
@@ -115,3 +128,27 @@ def test_a_model_that_builds_on_a_gpu_has_the_weights_of_its_seed_the_first_time
     assert built == [99, 3]
     job.build_model()
     assert built[2:] == [3]
+
+
+def test_a_gpu_that_a_failing_model_began_to_use_draws_what_it_would_have(unused: _Unused) -> None:
+    @random_state_kept()
+    def build() -> None:
+        unused.draw()
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        build()
+    assert (unused.generator.seed, unused.generator.drawn) == (99, 0)
+
+
+def test_a_model_that_is_built_again_is_never_there_twice(unused: _Unused) -> None:
+    """One of more than half of a GPU would else run out of its memory."""
+    there: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def model() -> torch.nn.Module:
+        unused.draw()
+        assert not there
+        there.add(made := torch.nn.Linear(2, 2))
+        return made
+
+    Job(model=model, loss=torch.nn.functional.mse_loss, data=[], optimizer=torch.optim.SGD).build_model()

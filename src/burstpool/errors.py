@@ -17,6 +17,9 @@ The command line prints the line and ends with exit status 2. Anything else that
 of Burstpool or of the user's own model code, and keeps its traceback.
 """
 
+_MOST_CHARACTERS = 300
+"""Of what others raise; a library may print whole tensors."""
+
 
 class BurstpoolError(Exception):
     """Base of all errors that are the input's fault rather than Burstpool's."""
@@ -67,6 +70,7 @@ class TraceError(BurstpoolError):
 
 
 def in_a_line(error: BaseException) -> str:
-    """An exception in words: ours say what is wrong, of others the kind goes with it."""
-    words = str(error) if isinstance(error, BurstpoolError) else f"{type(error).__name__}: {error}"
-    return " ".join(words.split())[:300]
+    """An exception in words: ours whole, as they end in what to do; of others the kind and the first 300 characters."""
+    if isinstance(error, BurstpoolError):
+        return " ".join(str(error).split())
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_CHARACTERS]

@@ -83,6 +83,7 @@ class Job:
         try:
             model = self._seeded_model()
             if gpus_in_use() and not in_use:  # it builds on a GPU, which had no seed before
+                del model  # two of them may be more than the GPU holds
                 model = self._seeded_model()
         except JobError:
             raise

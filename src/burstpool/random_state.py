@@ -15,11 +15,13 @@ def random_state_kept() -> Iterator[None]:
     import torch
 
     in_use = gpus_in_use()
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()):
-        yield
-    if not in_use and gpus_in_use():  # since inside: back to where it began
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(generator.initial_seed())
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()):
+            yield
+    finally:
+        if not in_use and gpus_in_use():  # since inside: back to where it began
+            for generator in torch.cuda.default_generators:
+                generator.manual_seed(generator.initial_seed())
 
 
 def seed_all(seed: int) -> None:

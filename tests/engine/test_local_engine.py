@@ -14,7 +14,7 @@ import pytest
 
 from burstpool.engine.base import Report
 from burstpool.engine.failure import WorkerError, died, explain, failure_of, user_line
-from burstpool.engine.local import LocalEngine, LocalWorkers
+from burstpool.engine.local import LocalEngine, LocalWorkers, kill_running
 
 
 @pytest.fixture
@@ -163,3 +163,33 @@ def test_a_death_by_signal_is_named() -> None:
     assert died(2, -9, doing="").message == "was killed by SIGKILL (out of memory?)"
     assert died(2, 3, doing="").message == "ended with exit status 3"
     assert str(explain([died(2, -11, doing="in step 1")], {}, silence_s=1)).startswith("rank 2 was killed by SIGSEGV")
+
+
+class _InTheKernel:
+    """A process that waits for a file system that does not answer: killed, it is there still."""
+
+    pid, was_killed = 1, False
+
+    def is_alive(self) -> bool:
+        return True
+
+    def kill(self) -> None:
+        self.was_killed = True
+
+    def join(self, timeout: float | None = None) -> None:
+        assert timeout is not None
+        time.sleep(timeout)
+
+    def close(self) -> None:
+        raise ValueError("Cannot close a process while it is still running.")
+
+
+def test_nobody_waits_for_ever_for_a_process_that_is_killed_and_does_not_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burstpool.engine.local._END_S", 0.05)
+    processes, begun = [_InTheKernel(), _InTheKernel()], time.monotonic()
+    kill_running(processes)
+    assert all(process.was_killed for process in processes)
+    assert time.monotonic() - begun < 1
+    workers = LocalWorkers(0, silence_s=30)
+    workers._processes.append(processes[0])
+    workers.terminate()

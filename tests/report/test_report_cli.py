@@ -12,8 +12,11 @@ from report_cases import Page, plan, planned_inputs, profile, run_folder, timeli
 from burstpool.cli.app import app, run
 from burstpool.cli.report import gather, report
 from burstpool.report.html import page
+from burstpool.report.sweep_curves import trial_curves
 from burstpool.report.timeline import WHOLE_STEP, Event, Timeline
+from burstpool.share.base import Background, BackgroundOutcome
 from burstpool.share.gates.announce import SHARING, StepLog
+from burstpool.share.results import BackgroundFolder
 
 PIECES = ("plan", "profile", "predicted", "measured", "losses", "error")
 
@@ -103,6 +106,22 @@ def test_a_shared_gpu_is_drawn_as_whole_steps_and_said_to_be_shared(tmp_path: Pa
     drawn = page(found)
     assert "whole step vgg" in drawn
     assert "background mlp" in drawn
+
+
+@pytest.mark.parametrize(("state", "look"), [("ended", "done"), ("failed", "failed"), ("evicted", "short")])
+def test_a_background_that_ended_well_is_not_drawn_as_stopped_early(state: str, look: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    background = Background(source="job.py", settings=({"lr": "1"}, {"lr": "2"}))
+    outcome = BackgroundOutcome(
+        name="job", device=0, steps=3, kept=0.5, alone_step_s=1.0, state=state, reason="", restarts=0, evictions=0,
+        losses=[[3.0, 3.0], [2.0, 2.5], [1.0, 2.0]],
+    )  # fmt: skip
+    BackgroundFolder.of(folder.path, 0).note(background, outcome)
+    [job] = gather(folder.path).backgrounds
+    assert job.state == state
+    curves = trial_curves(job.members, None)
+    assert curves is not None
+    assert [line.look for line in curves.lines] == [look] * 2
 
 
 def test_the_page_is_opened_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,6 +304,50 @@ def test_one_that_leaves_by_itself_is_not_waited_for(clock: Clock) -> None:
     assert any(found[1])
 
 
+class Writing(Fleeting):
+    """Has come to its last step and writes what it has learnt."""
+
+    def __init__(self, *, ended: str = LAST_STEP, where: str = "leaving") -> None:
+        super().__init__()
+        self.ended, self.where = ended, where
+        self.told: list[bool] = []
+
+    def leave(self, *, at_once: bool = False) -> None:
+        self.told.append(at_once)
+        self.where = "away" if at_once else self.where
+
+
+def _beside(clock: Clock, *jobs: Writing, free: int) -> Evictions:
+    stays = [Stay(held_bytes=10, first_pause_s=0.1) for _ in jobs]
+    return Evictions(jobs, stays, memory=lambda: Memory(free, 100), clock=clock.monotonic, slowdown=1.1)
+
+
+def test_a_foreground_out_of_memory_does_not_wait_for_one_that_writes_while_another_can_leave(clock: Clock) -> None:
+    writing, other = Writing(), Writing(ended="", where="here")
+    evictions = _beside(clock, writing, other, free=50)
+    assert evictions.make_room()
+    assert (writing.told, other.told) == ([], [True])
+    assert evictions.make_room()  # then there is nobody else
+    assert writing.told == [True]
+    assert not evictions.make_room()
+    assert [stay.evictions for stay in evictions.stays] == [0, 1]
+
+
+def test_memory_is_looked_after_while_one_writes_what_it_has_learnt(clock: Clock) -> None:
+    writing, other = Writing(), Writing(ended="", where="here")
+    evictions = _beside(clock, writing, other, free=1)
+    assert evictions.look()
+    assert (writing.told, other.told) == ([False], [False])
+    assert "were free" in evictions.stays[1].reason
+    back = Writing(ended="", where="away")
+    back.come_back = lambda: setattr(back, "where", "here")  # type: ignore[method-assign]
+    evictions = _beside(clock, Writing(), back, free=50)
+    clock.sleep(10.0)
+    assert evictions.look()
+    assert back.where == "here"
+    assert not evictions.look()  # nothing held the foreground up
+
+
 def test_work_that_ends_while_it_is_looked_at_is_counted(clock: Clock) -> None:
     fleeting = Fleeting()
     gpu = SharedGpu(job(clock, STEP_S), [fleeting], BUDGET)

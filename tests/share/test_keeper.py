@@ -14,9 +14,11 @@ from share_alone import JOBS, wait_for
 from share_stand_ins import allowance
 
 from burstpool.errors import RunError
+from burstpool.run.progress import Progress
 from burstpool.run.trainer import InterruptedRun
 from burstpool.share.base import Background
 from burstpool.share.budget import Moment
+from burstpool.share.fused import FusedReport
 from burstpool.share.gates.gate import Gate
 from burstpool.share.gates.keeper import Keeper
 
@@ -237,6 +239,38 @@ def test_a_job_that_has_failed_is_not_evicted_while_its_losses_are_read(tmp_path
     assert keeper.join(60)
     assert keeper.kept.state == "failed"
     assert "No space left" in keeper.kept.reason
+
+
+def _of_an_array(keeper: Keeper) -> None:
+    keeper._note(FusedReport(step=0, losses=(1.0, 2.0)))
+
+
+def _of_a_job(keeper: Keeper) -> None:
+    keeper._train(Mock(), Mock())
+
+
+@pytest.mark.parametrize("trains", [_of_an_array, _of_a_job])
+def test_what_is_written_after_the_last_step_is_no_part_of_it(
+    trains: Callable[[Keeper], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_s: list[float] = []
+
+    def run(task: Any, start: Any, *, engine: Any, observer: Callable[[Progress], None]) -> None:
+        observer(Progress(step=1, steps=1, loss=1.0, samples_per_s=1.0, utilisation=None))
+
+    def attempt(keeper: _Attempts) -> None:
+        trains(keeper)
+        ended_s.append(time.time())
+        time.sleep(0.3)  # the checkpoint, and the end of its process
+
+    monkeypatch.setattr("burstpool.share.gates.keeper.run_for_others", run)
+    keeper = _Attempts(tmp_path, attempt)
+    keeper.background = Background(source=JOBS, steps=1)
+    keeper.start()
+    assert keeper.join(60)
+    assert keeper.kept.state == "ended"
+    assert keeper.kept.last_step_s is not None
+    assert keeper.kept.last_step_s <= ended_s[0]
 
 
 def test_a_process_that_goes_while_it_is_asked_to_leave_raises_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from share_alone import JOBS, foreground_plan, losses_alone
@@ -150,6 +152,76 @@ def test_a_loss_that_is_not_finite_is_the_end_whatever_follows(tmp_path: Path, m
     assert len(process.losses) == 1
     assert process.last_step_s is None
     process.save()  # there is nothing worth saving
+
+
+def at_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[SecondProcess, Mock]:
+    """One whose process writes what it has learnt for ever."""
+    monkeypatch.setattr("burstpool.share.gpu.second_process._LEAVE_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(SecondProcess, "_start", lambda process: None)
+        patch.setattr(SecondProcess, "_calibrated", lambda process: 1e-3)
+        source = JobSource(source=JOBS, settings={})
+        process = SecondProcess("background", source, checkpoints=tmp_path, device="cpu", most_steps=1, **options)
+    process._answers, theirs = multiprocessing.Pipe(duplex=False)
+    process._permits, process._wants_out = Mock(), Mock()
+    process._process = running = Mock(pid=1)
+    theirs.send(("step", 0.5, 1e-3))
+    process.look_after()
+    assert (process.ended, process.where) == (LAST_STEP, "leaving")
+    return process, running
+
+
+def test_one_that_writes_after_its_last_step_has_time_for_it_unless_memory_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, running = at_its_last_step(tmp_path, monkeypatch)
+    time.sleep(0.2)
+    process.leave()
+    assert process.where == "leaving"
+    begun = time.monotonic()
+    process.leave(at_once=True)
+    assert 0.1 <= time.monotonic() - begun < 5  # it is given some time from now on
+    assert process.where == "away"
+    running.kill.assert_called_once()
+    with pytest.raises(RunError, match="of step 0"):
+        process.save()
+
+
+def test_one_that_begins_anew_has_trained_no_step_before(process: SecondProcess) -> None:
+    assert process.steps_before == len(process.losses) == 8
+    train_on(process, 10)
+    os.kill(process._process.pid, signal.SIGKILL)  # before it has saved anything
+    process._process.join()
+    process.leave(at_once=True)
+    process.come_back()
+    until(lambda: process.where == "here", doing=process.come_back)
+    assert (process.steps_before, process.losses) == (0, [])
+
+
+def test_whoever_is_in_a_hurry_waits_for_nothing_and_blames_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("burstpool.share.gpu.second_process._QUIETLY_S", 0.05)
+    begun = time.monotonic()
+    process, running = at_its_last_step(
+        tmp_path, monkeypatch, is_in_a_hurry=lambda: bool(caplog.messages) and time.monotonic() > begun + 0.5
+    )
+    process.finish()
+    process.save()
+    assert time.monotonic() - begun < 5
+    assert caplog.messages == ["background background writes what it has learnt; press Ctrl-C to end it at once"]
+    running.kill.assert_called_once()
+    assert (process.ended, process.where) == (LAST_STEP, "away")
+
+
+def test_a_step_that_does_not_end_is_not_waited_for_in_a_hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, _ = at_its_last_step(tmp_path, monkeypatch, is_in_a_hurry=lambda: True)
+    process.ended, process.last_step_s, process.where = "", None, "here"
+    process._given = 1
+    begun = time.monotonic()
+    process.finish()
+    assert time.monotonic() - begun < 5
+    assert not process.ended
 
 
 def test_stopped_while_its_first_steps_are_waited_for_no_process_is_left(

@@ -8,7 +8,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -340,6 +341,101 @@ def test_one_more_ctrl_c_while_all_is_saved_does_it_no_harm(
         share((BACK,))
     assert saved == ["foreground", "background"]
     assert BackgroundRecord.load(BackgroundFolder.of(tmp_path / "run", 0).record).state == "ended"
+
+
+class Second:
+    """A background in a process of its own; Ctrl-C is pressed as it is saved, so often the first time, the second…"""
+
+    presses: ClassVar[list[int]]
+    in_a_hurry: ClassVar[list[tuple[bool, bool]]]
+    """Of each that was saved: before, and then."""
+
+    leaves_by_itself, ended, where, steps_done, done_s = True, "", "here", 0, 0.0
+    next_s, next_place, queue, alone_s, last_step_s, steps_before = 1e-3, 0, None, 1e-3, None, 0
+
+    def __init__(self, *_: Any, is_in_a_hurry: Callable[[], bool], **__: Any) -> None:
+        self.is_in_a_hurry, self.losses = is_in_a_hurry, [[3.0], [2.0]]
+
+    def save(self) -> None:
+        before = self.is_in_a_hurry()
+        for _ in range(self.presses.pop(0)):
+            os.kill(os.getpid(), signal.SIGINT)
+        self.in_a_hurry.append((before, self.is_in_a_hurry()))
+
+    def launch(self, gate: Any) -> None: ...
+    def look_after(self) -> None: ...
+    def finish(self) -> None: ...
+    def leave(self, *, at_once: bool = False) -> None: ...
+    def come_back(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def second(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> type[Second]:
+    """Backgrounds are such ones."""
+    Second.presses, Second.in_a_hurry = [], []
+    monkeypatch.setattr("burstpool.run.trainer._ONE_INTERRUPT_S", 0.0)
+    monkeypatch.setattr(cuda, "SecondProcess", Second)
+    monkeypatch.setattr(cuda, "capabilities", lambda device: Mock(side_by_side=True))
+    gpu.happens = at("capturing", "background", CaptureError("branches"))
+    return Second
+
+
+def stopped_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(range(STEPS))
+    monkeypatch.setattr(
+        cuda._Sharing,
+        "_watch",
+        lambda sharing, shared: os.kill(os.getpid(), signal.SIGINT) if next(looks) == 60 else None,
+    )
+
+
+@pytest.mark.parametrize("in_the_run", [True, False])
+def test_ctrl_c_while_backgrounds_are_saved_ends_processes_of_their_own_at_once(
+    in_the_run: bool,
+    share: Callable[..., ShareOutcome],
+    second: type[Second],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second.presses = [1, 0]
+    if in_the_run:
+        stopped_in_the_run(monkeypatch)
+    with pytest.raises(InterruptedRun) if in_the_run else contextlib.nullcontext():
+        share((BACK,), (BACK,))
+    assert second.in_a_hurry == [(False, True), (True, True)]
+    records = [BackgroundRecord.load(folder.record) for folder in BackgroundFolder.all_in(tmp_path / "run")]
+    assert [(record.state, record.steps) for record in records] == [("ended", 2)] * 2
+
+
+def test_a_third_ctrl_c_gives_up_weights_but_leaves_records_and_losses_of_all(
+    share: Callable[..., ShareOutcome], second: type[Second], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second.presses = [2]
+    stopped_in_the_run(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        share((BACK,), (BACK,))
+    folders = BackgroundFolder.all_in(tmp_path / "run")
+    assert [BackgroundRecord.load(folder.record).state for folder in folders] == ["ended"] * 2
+    assert [folder.losses_by_member() for folder in folders] == [[(3.0, 2.0)]] * 2
+
+
+def test_a_third_ctrl_c_while_the_foreground_is_saved_leaves_records_of_all(
+    share: Callable[..., ShareOutcome], gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burstpool.run.trainer._ONE_INTERRUPT_S", 0.0)
+    stopped_in_the_run(monkeypatch)
+
+    def happens(moment: str, whose: str) -> None:
+        if moment == "saving":
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    gpu.happens = happens
+    with pytest.raises(KeyboardInterrupt):
+        share((BACK,), (BACK, BACK))
+    folders = BackgroundFolder.all_in(tmp_path / "run")
+    assert [len(folder.losses_by_member()) for folder in folders] == [1, 2]
 
 
 @pytest.mark.parametrize(

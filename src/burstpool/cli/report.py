@@ -199,7 +199,7 @@ def _backgrounds(folder: RunFolder | None) -> tuple[BackgroundJob, ...]:
                 number=member,
                 name=", ".join(f"{name}={value}" for name, value in settings.items()) or record.job,
                 settings={},
-                state=record.state,
+                state="done" if record.state == "ended" else record.state,  # as a trial's is called
                 losses=losses,
                 reports=(),
             )

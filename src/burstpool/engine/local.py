@@ -32,7 +32,7 @@ _GRACE_S = 2.0
 """How long to listen for the cause when a worker only lost its peer, and how much longer than workers, who can say
 for whom they waited, the starting process waits."""
 _END_S = 5.0
-"""How long a worker whose pipe has ended may take to die."""
+"""How long a worker whose pipe has ended, or that was killed, may take to die."""
 _UNGUARDED = 'each worker imports your script; put what it does under `if __name__ == "__main__":`'
 _STEP = struct.Struct("q")
 _PR_SET_PDEATHSIG = 1
@@ -172,7 +172,8 @@ class LocalWorkers:
             process.join(timeout=max(deadline - time.monotonic(), 0))
         kill_running(started)
         for process in started:
-            process.close()
+            with contextlib.suppress(ValueError):  # it was killed and is not gone yet
+                process.close()
         for pipe in self._pipes:
             pipe.close()
         self._processes.clear()
@@ -287,12 +288,16 @@ def kill_at_exit(owner: object, processes: list[Any]) -> None:
 
 
 def kill_running(processes: list[Any]) -> None:
-    """Ends those that are running."""
+    """Ends those that are running.
+
+    One that waits for a disk or a network file system dies when that answers, which may be never: nobody waits for it.
+    """
     running = [process for process in processes if process.pid is not None and process.is_alive()]
     for process in running:
         process.kill()
+    deadline = time.monotonic() + _END_S
     for process in running:
-        process.join()
+        process.join(timeout=max(deadline - time.monotonic(), 0))
 
 
 def leave_signals_to_the_parent() -> None:

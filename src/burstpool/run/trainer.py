@@ -96,10 +96,10 @@ def run_prepared(
         return write_outcome(start.folder, task.schedule, watch.log.losses, results)
 
 
-def run_for_others(task: Task, start: "Start", *, engine: Engine) -> None:
+def run_for_others(task: Task, start: "Start", *, engine: Engine, observer: Observer | None = None) -> None:
     """The same, but leaves losses and checkpoints only: whoever has the time for it makes weights of these."""
     with held(start.folder.path):
-        _Watch(task, start, engine, None).run()
+        _Watch(task, start, engine, observer).run()
 
 
 def resumed(task: Task, folder: RunFolder) -> "tuple[Task, Start]":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from burstpool.errors import RunError
+from burstpool.errors import RunError, in_a_line
 from burstpool.run.export import write_weights
 from burstpool.run.order import Position
 
@@ -58,7 +58,7 @@ def load_array(path: Path) -> SavedArray:
         positions = [Position(epoch=epoch, sample=sample) for epoch, sample in saved["positions"]]
         return SavedArray(array=saved["array"], step=saved["step"], positions=positions, weights=saved["weights"])
     except Exception as error:  # torch raises anything for a file that is cut short
-        raise RunError(f"cannot read {path} ({type(error).__name__}: {' '.join(str(error).split())})") from error
+        raise RunError(f"cannot read {path} ({in_a_line(error)})") from error
 
 
 def export_members(saved: SavedArray, folder: Path) -> None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,15 @@ from burstpool.share.gpu.timeline import timeline_of
 from burstpool.share.gpu.width import Widths
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.rehearsal import Rehearsal
-from burstpool.share.results import BackgroundFolder
+from burstpool.share.results import BackgroundFolder, Saving
 from burstpool.share.room import RESERVE
 
 _LOG = logging.getLogger(__name__)
 _VIEW_S = 0.5
 """Between two looks of a live view."""
 _MOST_INTERRUPTS = 2
-"""The first Ctrl-C ends the run, which is then saved; one more does that no harm, and the next gives it up."""
+"""The first Ctrl-C ends the run, which is then saved; one more ends backgrounds in processes of their own at once, and
+does no other harm; the next gives up what is not saved by then."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,6 +119,9 @@ class _Sharing:
         self.high, self.low = streams(torch.device("cuda", torch.cuda.current_device()))
         self.backgrounds = [_Beside(wanted=background) for background in request.backgrounds]
         self._seen_s = 0.0
+        self._interrupts: Callable[[], int] = lambda: 0
+        self._borne = 1
+        """So many of them do not mean that anybody is in a hurry."""
 
     def run(self, begin: Callable[[], None]) -> ShareOutcome:
         """Until the foreground has ended, or was interrupted; whatever ends it, what it has learnt is kept.
@@ -141,9 +145,9 @@ class _Sharing:
         self._begun_s = time.monotonic()
         begin()
         warm_up = len(foreground.losses)
-        with counted_interrupts(most=_MOST_INTERRUPTS) as interrupts:
+        with counted_interrupts(most=_MOST_INTERRUPTS) as self._interrupts:
             try:
-                gpu.run(self.request.steps - warm_up, stop=lambda: interrupts() > 0)
+                gpu.run(self.request.steps - warm_up, stop=lambda: self._interrupts() > 0)
             finally:
                 self._took_s = time.monotonic() - self._begun_s
                 self._outcomes = self._keep_all(foreground, gpu, warm_up)
@@ -228,8 +232,9 @@ class _Sharing:
             autocast=self._autocast,
             memory_bytes=self._memory_bytes(wanted),
             most_steps=wanted.steps,
+            is_in_a_hurry=lambda: self._interrupts() > self._borne,
         )
-        beside.alone_s, beside.losses, beside.steps_before = process.alone_s, process.losses, process.steps_done
+        beside.alone_s, beside.losses = process.alone_s, process.losses
         return process
 
     def _captured(self, beside: _Beside, sources: Sequence[JobSource]) -> BackgroundWork:
@@ -319,13 +324,25 @@ class _Sharing:
         )
 
     def _keep_all(self, foreground: JobAtWork, gpu: SharedGpu, warm_up: int) -> list[BackgroundOutcome]:
-        """What all have learnt; backgrounds' too where the foreground's cannot be saved."""
+        """What all have learnt; backgrounds' too where the foreground's cannot be saved.
+
+        What takes longest comes last: whoever gives that up has a record and the losses of all.
+        """
         failed: Exception | None = None
         try:
             self._keep(foreground, gpu, warm_up)
         except Exception as error:
             failed = error
-        outcomes = [self._kept(beside) for beside in self.backgrounds]
+        finally:  # also of a foreground that is given up: after so many Ctrl-C nobody is waited for
+            self._borne = min(self._interrupts(), 1)
+            are_whole = [self._ended(beside) for beside in self.backgrounds]
+        for beside, is_whole in zip(self.backgrounds, are_whole, strict=True):
+            if is_whole:
+                with self._saving(beside):
+                    self._save_learnt(beside)
+        outcomes = [
+            self._folder(beside).keep(beside.wanted, self._background_outcome(beside)) for beside in self.backgrounds
+        ]
         if failed is not None:
             raise failed
         return outcomes
@@ -348,19 +365,23 @@ class _Sharing:
         if checkpoint is not None:
             export_weights(checkpoint, self.folder.weights)
 
-    def _kept(self, beside: _Beside) -> BackgroundOutcome:
-        """What became of a background, and is in its folder now."""
+    def _ended(self, beside: _Beside) -> bool:
+        """Ends a background, and notes what became of it; whether nothing went wrong."""
         beside.was_away = beside.filler is not None and beside.filler.where in ("away", "returning")
-        try:
+        with self._saving(beside) as saving:
             self._finish(beside)
-        except Exception as error:  # a full disk, say: the foreground has what it needs
-            words = f"what it has learnt could not be saved: {in_a_line(error)}"
-            _LOG.warning("background %s: %s", beside.wanted.name, words)
-            beside.reason = _why_failed(beside) or words
-        return self._folder(beside).keep(beside.wanted, self._background_outcome(beside))
+        self._folder(beside).note(beside.wanted, self._background_outcome(beside))
+        return not saving.failure
+
+    @contextlib.contextmanager
+    def _saving(self, beside: _Beside) -> Iterator[Saving]:
+        """What goes wrong inside, as with a full disk, is the background's: the foreground has what it needs."""
+        with Saving(beside.wanted.name) as saving:
+            yield saving
+        beside.reason = _why_failed(beside) or saving.failure
 
     def _finish(self, beside: _Beside) -> None:
-        """Ends a background; writes a single job's losses, and a checkpoint of what it has learnt."""
+        """Ends a background's last step; writes a single job's losses."""
         filler, folder = beside.filler, self._folder(beside)
         if filler is None:
             return
@@ -372,6 +393,10 @@ class _Sharing:
                 folder.run.add_losses(
                     StepLoss(step=step, loss=loss, step_time_s=0.0) for step, [loss] in enumerate(beside.losses)
                 )
+
+    def _save_learnt(self, beside: _Beside) -> None:
+        """A checkpoint, or an array's file."""
+        filler, folder = beside.filler, self._folder(beside)
         if isinstance(filler, SecondProcess):
             filler.save()
         elif isinstance(filler, BackgroundWork) and filler.is_sound:
@@ -448,7 +473,8 @@ class _Sharing:
 
     def _background_outcome(self, beside: _Beside) -> BackgroundOutcome:
         filler = beside.filler
-        trained = len(beside.losses) - beside.steps_before
+        before = filler.steps_before if isinstance(filler, SecondProcess) else beside.steps_before
+        trained = len(beside.losses) - before
         last_step_s = filler.last_step_s if filler is not None else None
         reason = _why_failed(beside)
         many = len(beside.wanted.settings) > 1

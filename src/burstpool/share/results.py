@@ -87,16 +87,16 @@ class BackgroundFolder:
         Neither this nor `keep` raises, whatever happens to the disk: the foreground has what it needs. What could not
         be saved has failed, in the outcome that is returned.
         """
-        with _Saving(background, outcome) as saving:
+        with Saving(background.name) as saving:
             self._note(background, outcome, saved_steps)
-        return saving.outcome
+        return saving.judged(outcome)
 
     def keep(self, background: Background, outcome: BackgroundOutcome) -> BackgroundOutcome:
         """Writes the weights, then the same."""
         saved_steps = None
-        with _Saving(background, outcome) as saving:
+        with Saving(background.name) as saving:
             saved_steps = self._export(background)
-        return self.note(background, saving.outcome, saved_steps=saved_steps)
+        return self.note(background, saving.judged(outcome), saved_steps=saved_steps)
 
     def _note(self, background: Background, outcome: BackgroundOutcome, saved_steps: int | None) -> None:
         from burstpool.job import as_recorded, from_anywhere
@@ -147,20 +147,23 @@ class BackgroundFolder:
         return [tuple(losses) for losses in zip(*steps, strict=True)]
 
 
-class _Saving(contextlib.AbstractContextManager["_Saving"]):
+class Saving(contextlib.AbstractContextManager["Saving"]):
     """Takes in what goes wrong inside, and says so."""
 
-    def __init__(self, background: Background, outcome: BackgroundOutcome) -> None:
-        self._name, self.outcome = background.name, outcome
+    def __init__(self, name: str) -> None:
+        self._name, self.failure = name, ""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        words = f"what it has learnt could not be saved: {in_a_line(error)}"
-        _LOG.warning("background %s: %s", self._name, words)
-        if self.outcome.state != "failed":
-            self.outcome = replace(self.outcome, state="failed", reason=words)
+        self.failure = f"what it has learnt could not be saved: {in_a_line(error)}"
+        _LOG.warning("background %s: %s", self._name, self.failure)
         return True
+
+    def judged(self, outcome: BackgroundOutcome) -> BackgroundOutcome:
+        """One of which something could not be saved has failed; why it had already comes first."""
+        is_worse = self.failure and outcome.state != "failed"
+        return replace(outcome, state="failed", reason=self.failure) if is_worse else outcome
 
 
 def _line(step: int, losses: Sequence[Any]) -> str:

@@ -22,7 +22,7 @@ from burstpool.engine.base import Place
 from burstpool.engine.local import LocalEngine, LocalWorkers
 from burstpool.errors import RunError, ShareError, in_a_line
 from burstpool.run.folder import read_losses
-from burstpool.run.trainer import InterruptedRun, resumed, run_for_others
+from burstpool.run.trainer import InterruptedRun, Start, resumed, run_for_others
 from burstpool.run.worker import Task
 from burstpool.share.base import Background
 from burstpool.share.fused import FusedReport, FusedTask, fused_work
@@ -135,6 +135,8 @@ class Keeper:
         self._killed = ""
         """Why it had to be killed when it was asked to leave; empty if it was not."""
         self._at_once = False
+        self._last_step_s: float | None = None
+        """When the loss of its last step came: what it writes then is no part of its speed."""
         self._prepared: Task | FusedTask | None = None
         self._mistake: ShareError | None = None
         self._is_ready = threading.Event()
@@ -278,7 +280,8 @@ class Keeper:
             self.kept.losses = self._losses()
             self._at_work = False
         with self._deciding:
-            self.kept.state, self.kept.reason, self.kept.last_step_s = "ended", "", time.time()
+            self.kept.state, self.kept.reason = "ended", ""
+            self.kept.last_step_s = self._last_step_s or time.time()
         return False
 
     def _goes_on_after(self, error: Exception) -> bool:
@@ -342,7 +345,10 @@ class Keeper:
         if isinstance(self._prepared, FusedTask):
             self._train_array(self._prepared)
         else:
-            run_for_others(*resumed(self._prepared, self.folder.run), engine=self._engine)
+            self._train(*resumed(self._prepared, self.folder.run))
+
+    def _train(self, task: Task, start: Start) -> None:
+        run_for_others(task, start, engine=self._engine, observer=lambda progress: self._came_to(progress.step))
 
     def _train_array(self, task: FusedTask) -> None:
         workers = self._engine.start(fused_work, task, num_workers=1, silence_s=self._hang_s)
@@ -359,6 +365,11 @@ class Keeper:
         losses = self.kept.losses
         del losses[report.step :]  # a restart repeats the steps since the checkpoint
         losses.append(list(report.losses))
+        self._came_to(len(losses))
+
+    def _came_to(self, steps: int) -> None:
+        if steps >= self.background.steps:
+            self._last_step_s = time.time()
 
     def _losses(self) -> list[Any]:
         if len(self.background.settings) > 1:

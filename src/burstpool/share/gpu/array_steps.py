@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from burstpool.errors import CaptureError, ShareError
+from burstpool.errors import CaptureError, ShareError, in_a_line
 from burstpool.fusion.array import FusedArray
 from burstpool.fusion.gradients import differentiate
 from burstpool.fusion.jobs import attach
@@ -162,7 +162,7 @@ class ArrayStep:
         try:
             graph = self._captured()
         except Exception as error:  # whatever the user's operators do that a graph cannot hold
-            raise CaptureError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
+            raise CaptureError(in_a_line(error)) from error
         timed = partial(times_of_pieces, begin=lambda: None)
         self._cut = CutGraph(graph, target_s=self.piece_s, timed=timed, cuts=cuts)
         self.pieces = self._cut.pieces

@@ -94,8 +94,10 @@ class Evictions:
         now_s = self._clock()
         for job, stay in zip(self._jobs, self.stays, strict=True):
             if job.where == "leaving":
-                self._leave(job, stay, at_once=now_s - stay.since_s > _PATIENCE_S and not job.leaves_by_itself)
-                return True
+                writes_its_last = _writes_its_last(job)
+                pushed = now_s - stay.since_s > _PATIENCE_S and not job.leaves_by_itself
+                if self._leave(job, stay, at_once=pushed) or not writes_its_last:
+                    return True
             if job.where == "returning":
                 self._come_back(job, stay)
                 return True
@@ -116,12 +118,19 @@ class Evictions:
         return True
 
     def make_room(self) -> bool:
-        """The foreground has run out of memory: has the largest job leave at once; False if nobody is here."""
+        """The foreground has run out of memory: has the largest job leave at once; False if nobody is here.
+
+        Those that write what they have learnt come last: they may need longer than the others, and lose it.
+        """
         place = largest(self._tenants(self._clock()))
-        if place is None:
-            return False
-        self._begin_to_leave(self._jobs[place], self.stays[place], "the foreground ran out of memory", at_once=True)
-        return True
+        if place is not None:
+            self._begin_to_leave(self._jobs[place], self.stays[place], "the foreground ran out of memory", at_once=True)
+            return True
+        for job, stay in zip(self._jobs, self.stays, strict=True):
+            if _writes_its_last(job):
+                self._leave(job, stay, at_once=True)
+                return True
+        return False
 
     def of(self, job: object) -> Stay | None:
         """What is known of a job; None of one that is not among them."""
@@ -131,7 +140,7 @@ class Evictions:
         return [
             Tenant(
                 held_bytes=stay.held_bytes,
-                here=job.where != "away",
+                here=job.where != "away" and not _writes_its_last(job),
                 over=bool(job.ended),
                 away_s=now_s - stay.since_s,
                 pause_s=stay.leaving_s + (stay.first_pause_s if stay.returning_s is None else stay.returning_s),
@@ -146,11 +155,14 @@ class Evictions:
         _LOG.info("background %s leaves the GPU: %s", job.name, reason)
         self._leave(job, stay, at_once=at_once)
 
-    def _leave(self, job: Evictable, stay: Stay, *, at_once: bool) -> None:
+    def _leave(self, job: Evictable, stay: Stay, *, at_once: bool) -> bool:
+        """Whether it is away now."""
         begun_s = self._clock()
         job.leave(at_once=at_once)
-        if job.where == "away":
-            stay.leaving_s, stay.since_s = self._clock() - begun_s, self._clock()
+        if job.where != "away":
+            return False
+        stay.leaving_s, stay.since_s = self._clock() - begun_s, self._clock()
+        return True
 
     def _come_back(self, job: Evictable, stay: Stay) -> None:
         begun_s = self._clock()
@@ -160,3 +172,8 @@ class Evictions:
         elif job.where == "away" and not job.ended:  # there was no room after all: later, and more patient
             stay.refusals += 1
             stay.since_s = self._clock()
+
+
+def _writes_its_last(job: Evictable) -> bool:
+    """Whether it has ended and will be gone for good, without anybody's help: the others do not wait for that."""
+    return job.where == "leaving" and job.leaves_by_itself and bool(job.ended)

@@ -20,7 +20,7 @@ import torch.multiprocessing
 from torch.utils import _pytree as pytree
 
 from burstpool.engine.local import die_with, kill_at_exit, leave_signals_to_the_parent
-from burstpool.errors import JobError, ShareError
+from burstpool.errors import JobError, ShareError, in_a_line
 from burstpool.job import Job
 from burstpool.run.loading import Batch, Batches
 from burstpool.run.order import Position
@@ -246,5 +246,5 @@ def _feed(
             place = (place + 1) % len(places)
             ready.release()
     except BaseException as error:  # whatever the user's data does
-        failure.send(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+        failure.send(in_a_line(error))
         raise SystemExit(1) from None

@@ -8,10 +8,12 @@ another process goes on from that, which takes as long as starting does but hold
 """
 
 import contextlib
+import logging
 import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,12 +47,17 @@ from burstpool.share.gpu.at_work import LAST_STEP
 from burstpool.share.gpu.evictions import Where
 from burstpool.share.gpu.loop import alone_in_a_group
 
+_LOG = logging.getLogger(__name__)
 _WARM_UP_STEPS = 3
 _CALIBRATION_STEPS = 5
 _START_S = 300.0
 """How long the process may take to its first steps."""
-_LEAVE_S, _SAVE_S = 10.0, 60.0
-"""How long it may take to write a checkpoint and end before it is killed: where memory is wanted, and at the end."""
+_LEAVE_S, _SAVE_S = 5.0, 60.0
+"""How long it may take to write a checkpoint and end before it is killed: where memory is wanted, and after its last
+step or the foreground's. One that is pushed in the midst of that has as long from then as where memory is wanted."""
+
+_QUIETLY_S = 3.0
+"""How long it may be waited for at the end until that is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +88,22 @@ class SecondProcess:
         hang_s: float = 60.0,
         device: Literal["cpu", "cuda"] = "cuda",
         most_steps: int = ENDLESS,
+        is_in_a_hurry: Callable[[], bool] = lambda: False,
     ) -> None:
         """Waits until the process has trained some steps, with the GPU its own, so that its speed alone is known.
 
-        `most_steps`: at which step it has ended, these included.
+        `most_steps`: at which step it has ended, these included. `is_in_a_hurry`: whether whoever waits for its end
+        waits no longer; what is not written by then is lost.
         """
         self.name, self.ended, self.done_s, self.steps_done = name, "", 0.0, 0
         self.last_step_s: float | None = None
         self.where: Where = "here"
         self.losses: list[list[float]] = []
+        self.steps_before = 0
+        """Of `losses`, how many are of steps that told its speed, before any was let go."""
         self._source, self._checkpoints, self._autocast = source, checkpoints, autocast
         self._memory_bytes, self._hang_s, self._device = memory_bytes, hang_s, device
-        self._most_steps, self._leave_s = most_steps, _LEAVE_S
+        self._most_steps, self._is_in_a_hurry = most_steps, is_in_a_hurry
         self._times_s: list[float] = []
         self._context = torch.multiprocessing.get_context("spawn")
         # Without a lock: there is one writer, and it may be killed at any moment.
@@ -103,6 +114,7 @@ class SecondProcess:
         self._start()
         try:
             self.alone_s = self._calibrated()
+            self.steps_before = self.steps_done
         except BaseException:  # also where somebody is tired of waiting: nobody else knows of the process yet
             self.close()
             raise
@@ -153,24 +165,12 @@ class SecondProcess:
 
     def leave(self, *, at_once: bool = False) -> None:
         """See `Evictable`; a process that does not leave in time is killed, and goes on from an older checkpoint."""
-        if self.where == "here":
-            self.where, self._heard = "leaving", time.monotonic()
-            self._wants_out.value = 1
-            self._permits.release()
-        elif self.where == "returning":
-            self._heard = -math.inf
-        while self.where != "away":
-            over = not self._process.is_alive() or time.monotonic() - self._heard > self._leave_s
-            self._read()  # also what it said last
-            if self.ended and self.last_step_s is None:
-                return
-            if over:
-                self.close()
-                self.where, self._given = "away", self.finished
-            elif not at_once:
-                return
-            else:
-                time.sleep(1e-3)
+        self._ask_to_leave()
+        deadline_s = self._heard + (_SAVE_S if self.ended else _LEAVE_S)
+        if at_once:
+            deadline_s = min(deadline_s, time.monotonic() + _LEAVE_S)
+        while not self._has_left(deadline_s) and at_once:
+            time.sleep(1e-3)
 
     def come_back(self) -> None:
         """See `Evictable`."""
@@ -189,29 +189,35 @@ class SecondProcess:
     def finish(self) -> None:
         """See `Filler`."""
         deadline = time.monotonic() + self._hang_s
-        while self._given > self.finished and not self.ended and time.monotonic() < deadline:
-            self.look_after()
-            time.sleep(1e-3)
+
+        def is_over() -> bool:
+            if self._given > self.finished:
+                self.look_after()
+            waits_in_vain = self._is_in_a_hurry() or time.monotonic() > deadline
+            return self._given <= self.finished or bool(self.ended) or waits_in_vain
+
+        self._wait(is_over, "has not ended its step")
         self._read()
 
     def save(self) -> None:
         """At the end: it writes a checkpoint, where it is not away with one. RunError where the last step's is missing.
 
-        One that has failed writes none.
+        One that has failed writes none; that one is missing which nobody waited for is no error.
         """
         if self.ended and self.last_step_s is None:
             return
         was_away = self.where in ("away", "returning")
-        self._leave_s = _SAVE_S
         if not was_away:
-            self.leave(at_once=True)
-        if self.ended and self.last_step_s is None:  # while it wrote
+            self._ask_to_leave()
+            doing = "writes what it has learnt; press Ctrl-C to end it at once"
+            self._wait(lambda: self._has_left(self._heard + _SAVE_S), doing)
+        if (self.ended and self.last_step_s is None) or self._is_in_a_hurry():  # it failed while it wrote
             return
         newest = latest_checkpoint(self._checkpoints)
         step = CheckpointState.load(newest / "state.json").step if newest is not None else 0
         if step < len(self.losses) and (not was_away or self.ended):
             raise RunError(
-                f"its process was gone, or took more than {_SAVE_S:g} s; a checkpoint of step {step} is there"
+                f"its process was gone, or was killed as it took too long; a checkpoint of step {step} is there"
             )
 
     def close(self) -> None:
@@ -219,6 +225,33 @@ class SecondProcess:
         if self._process is not None:
             kill_running([self._process])
             self._process = None
+
+    def _ask_to_leave(self) -> None:
+        if self.where == "here":
+            self.where, self._heard = "leaving", time.monotonic()
+            self._wants_out.value = 1
+            self._permits.release()
+        elif self.where == "returning":  # it has nothing that is not in its checkpoint
+            self._heard = -math.inf
+
+    def _has_left(self, deadline_s: float) -> bool:
+        """Whether it has, or has failed; it is killed after the deadline."""
+        if self.where == "away":
+            return True
+        over = not self._process.is_alive() or time.monotonic() > deadline_s or self._is_in_a_hurry()
+        self._read()  # also what it said last
+        if over and not (self.ended and self.last_step_s is None):
+            self.close()
+            self.where, self._given = "away", self.finished
+        return self.where == "away"
+
+    def _wait(self, is_over: Callable[[], bool], doing: str) -> None:
+        told_s = time.monotonic() + _QUIETLY_S
+        while not is_over():
+            if time.monotonic() > told_s:
+                told_s = math.inf
+                _LOG.warning("background %s %s", self.name, doing)
+            time.sleep(1e-3)
 
     def _start(self) -> None:
         """Another process, from the newest checkpoint if there is one."""
@@ -267,6 +300,7 @@ class SecondProcess:
                     return
                 if kind == "resumed":
                     del self.losses[rest[0] :]  # one that was killed goes on from an older checkpoint
+                    self.steps_before = min(self.steps_before, rest[0])
                     self.where = "here" if self.where == "returning" else self.where
                     continue
                 if kind == "no room":
@@ -286,7 +320,7 @@ class SecondProcess:
     def _end_at_last(self) -> None:
         """It has trained all of its steps: it writes a checkpoint and leaves."""
         self.ended, self.last_step_s = LAST_STEP, time.monotonic()
-        self.where, self._heard, self._leave_s = "leaving", time.monotonic(), _SAVE_S
+        self.where, self._heard = "leaving", time.monotonic()
         self._wants_out.value = 1
         self._permits.release()
 
