@@ -25,10 +25,11 @@ from burstpool.run.trainer import train
 from burstpool.share.base import Background, ShareRequest
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.cpu import share_on_cpu
-from burstpool.share.gates.announce import SHARING, Announcer, StepLog, p95
+from burstpool.share.gates.announce import Announcer
 from burstpool.share.gates.gate import Gate
 from burstpool.share.gates.keeper import Keeper
 from burstpool.share.gates.workers import SharingEngine
+from burstpool.share.step_log import SHARING, StepLog, p95
 
 OPTIONS = RunOptions(timeline_steps=0, checkpoint_every=0)
 WARM_UP = 10

@@ -106,7 +106,7 @@ def prepare() -> None:
 
 def compared(times: Sequence[float], alone_s: float, kept: float) -> dict[str, float]:
     """The figures of one case."""
-    from burstpool.share.gates.announce import p95
+    from burstpool.share.step_log import p95
 
     slowdown = statistics.mean(times) / alone_s
     return {

@@ -15,8 +15,8 @@ from burstpool.report.html import page
 from burstpool.report.sweep_curves import trial_curves
 from burstpool.report.timeline import WHOLE_STEP, Event, Timeline
 from burstpool.share.base import Background, BackgroundOutcome
-from burstpool.share.gates.announce import SHARING, StepLog
 from burstpool.share.results import BackgroundFolder
+from burstpool.share.step_log import SHARING, StepLog
 
 PIECES = ("plan", "profile", "predicted", "measured", "losses", "error")
 

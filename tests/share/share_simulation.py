@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from burstpool.share.budget import Controller, Credit, StepTaken
-from burstpool.share.gates.announce import StepLog, slowdowns
+from burstpool.share.step_log import StepLog, slowdowns
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from share_stand_ins import Clock, allowance
 from burstpool.engine.base import phrase
 from burstpool.run.torchrun import Silent
 from burstpool.share.budget import Budget, Moment
-from burstpool.share.gates.announce import Announcer, Pace, StepLog, p95, slowdowns
+from burstpool.share.gates.announce import Announcer, Pace
 from burstpool.share.gates.gate import Gate
 from burstpool.share.gates.gated import GatedDoing
 from burstpool.share.gates.on_device import WhenReached
@@ -145,18 +145,6 @@ def test_before_its_first_step_a_background_does_not_ask(tmp_path: Path) -> None
     gate = Gate.create(tmp_path / "gate")
     gate.close()
     GatedDoing(Silent(), Gate(tmp_path / "gate")).say(phrase("tracing the model"))  # returns
-
-
-def test_slowdowns_compare_with_the_alone_steps_in_between() -> None:
-    log = StepLog(
-        times_s=[9.0, 1.0, 1.0] + [1.2, 1.2, 1.2, 1.0] * 10, alone=[True] * 3 + [False, False, False, True] * 10
-    )
-    found = slowdowns(log)
-    assert found["slowdown"] == pytest.approx(1.15)
-    assert found["slowdown_p95"] == pytest.approx(1.2)
-    assert found["alone_p95"] == 1.0
-    assert slowdowns(StepLog(times_s=[1.0], alone=[True]))["slowdown"] == 1.0
-    assert p95([1.0] * 95 + [2.0] * 5) == 1.0
 
 
 def test_what_is_said_of_a_device_is_passed_on_in_order_when_it_gets_there() -> None:

@@ -25,11 +25,11 @@ from burstpool.run.trainer import InterruptedRun
 from burstpool.run.worker import Task
 from burstpool.schedule.lower import lower
 from burstpool.share.base import Background, BackgroundOutcome, ShareOutcome, ShareRequest
-from burstpool.share.gates.announce import SHARING, StepLog, slowdowns
 from burstpool.share.gates.gate import Gate
 from burstpool.share.gates.keeper import Keeper
 from burstpool.share.gpu.loop import alone_in_a_group
 from burstpool.share.interference.table import COMMUNICATION, InterferenceTable, Pair
+from burstpool.share.step_log import SHARING, StepLog, slowdowns
 
 JOBS = str(Path(__file__).with_name("share_jobs.py"))
 

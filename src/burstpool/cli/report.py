@@ -34,8 +34,8 @@ from burstpool.run.folder import RunFolder, RunRecord, read_losses
 from burstpool.run.options import RunOptions
 from burstpool.schedule.lower import lower
 from burstpool.schedule.simulate import simulate
-from burstpool.share.gates.announce import SHARING, StepLog, slowdowns
 from burstpool.share.results import BackgroundFolder, BackgroundRecord
+from burstpool.share.step_log import SHARING, StepLog, slowdowns
 
 PREDICTED = "predicted.json"
 """The predicted timeline in a run folder, where whoever started the run had one."""

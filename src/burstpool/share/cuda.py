@@ -37,7 +37,6 @@ from burstpool.share.base import (
     refuse_fp16,
 )
 from burstpool.share.claim import claimed, terminable
-from burstpool.share.gates.announce import SHARING, StepLog, slowdowns
 from burstpool.share.gates.workers import share_among_workers
 from burstpool.share.gpu.array_steps import ArrayStep
 from burstpool.share.gpu.at_work import BackgroundWork, Filler, JobAtWork, move
@@ -56,6 +55,7 @@ from burstpool.share.preparing import prepare_foreground
 from burstpool.share.rehearsal import Rehearsal
 from burstpool.share.results import BackgroundFolder, Saving
 from burstpool.share.room import RESERVE
+from burstpool.share.step_log import SHARING, StepLog, slowdowns
 
 _LOG = logging.getLogger(__name__)
 _VIEW_S = 0.5

@@ -3,27 +3,20 @@
 Wraps the `Doing` of a worker, which hears of every action anyway; nothing else of a run is changed. Every worker
 announces its own moments; the first that has work also keeps the controller for all, since a step is theirs together:
 it sees the step's time and the background's work on all devices, and allows all of them the same. A worker that drives
-a GPU is ahead of it: its moments are announced when the device gets there (`on_device.py`). `StepLog` keeps what each
-step was, for the outcome.
+a GPU is ahead of it: its moments are announced when the device gets there (`on_device.py`).
 """
 
-import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from burstpool.artifact import json_line, write_whole
 from burstpool.engine.base import Doing
 from burstpool.share.budget import Budget, Controller, Gap, Moment, StepTaken
 from burstpool.share.gates.gate import MOMENTS, Gate
+from burstpool.share.step_log import StepLog
 
-SHARING = "sharing.json"
-"""What each step of the foreground was, in its run folder: a `StepLog`."""
 _COMPUTING, _WAITING, _REDUCING, _IDLE = (
     MOMENTS.index(moment) for moment in (Moment.COMPUTING, Moment.WAITING, Moment.REDUCING, Moment.IDLE)
 )
@@ -32,33 +25,6 @@ _FOR_VIEW = 30
 _TELL_S = 0.25
 """Between two times that free memory is told."""
 _WRITING = b"writing a checkpoint"
-
-
-@dataclass(slots=True, kw_only=True)
-class StepLog:
-    """What each step of the foreground was."""
-
-    times_s: list[float] = field(default_factory=list)
-    alone: list[bool] = field(default_factory=list)
-    """Whether no background ran in it."""
-    overlapped_s: list[float] = field(default_factory=list)
-    in_gaps_s: list[float] = field(default_factory=list)
-    started_s: float = 0.0
-    """When the first step began, by the machine's clock."""
-    stopped_s: float = 0.0
-    background_steps: dict[str, int] = field(default_factory=dict)
-    """Gate's file → steps its background trained between the two."""
-    paused_s: float = 0.0
-    """For how long the foreground was stopped, in all, as backgrounds left a GPU's memory or came back."""
-
-    def save(self, path: Path) -> None:
-        """As JSON, whole or not at all."""
-        write_whole(path, json_line({name: getattr(self, name) for name in self.__slots__}))
-
-    @classmethod
-    def load(cls, path: Path) -> "StepLog":
-        """What `save` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 class Pace:
@@ -197,31 +163,3 @@ class Announcer:
 
 def _at_once(action: Callable[[], None]) -> None:
     action()
-
-
-def p95(values: Sequence[float]) -> float:
-    """The value that one in twenty passes."""
-    ordered = sorted(values)
-    return ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else math.nan
-
-
-def slowdowns(log: StepLog) -> dict[str, Any]:
-    """Mean and p95 of all steps since the first shared one, over the mean of those that ran alone in between.
-
-    Side by side, so that a machine that changes while it runs changes both; where there were fewer than five in
-    between, the last five before count too. Without any shared step there is no slowdown to speak of: 1.
-    """
-    first = next((i for i, is_alone in enumerate(log.alone) if not is_alone), None)
-    places = [i for i, is_alone in enumerate(log.alone) if is_alone]
-    if first is None or not places:
-        return {"slowdown": 1.0, "slowdown_p95": None, "alone_p95": None, "alone_step_s": None}
-    between = [i for i in places if i > first]
-    alone = [log.times_s[i] for i in (between if len(between) >= 5 else places[-5:])]
-    base_s = sum(alone) / len(alone)
-    steps = log.times_s[first:]
-    return {
-        "slowdown": sum(steps) / len(steps) / base_s,
-        "slowdown_p95": p95(steps) / base_s,
-        "alone_p95": p95(alone) / base_s,
-        "alone_step_s": base_s,
-    }

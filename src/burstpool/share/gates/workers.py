@@ -40,13 +40,14 @@ from burstpool.share.base import (
 )
 from burstpool.share.budget import Budget, Gap
 from burstpool.share.claim import claimed, gate_folder, terminable
-from burstpool.share.gates.announce import SHARING, Announcer, Pace, StepLog, slowdowns
+from burstpool.share.gates.announce import Announcer, Pace
 from burstpool.share.gates.gate import Gate
 from burstpool.share.gates.keeper import Keeper
 from burstpool.share.gates.on_device import WhenReached, cuda_mark
 from burstpool.share.memory import MemoryWatch, reserve_bytes
 from burstpool.share.preparing import prepare_foreground
 from burstpool.share.room import FLOOR
+from burstpool.share.step_log import SHARING, StepLog, slowdowns
 
 _LOG = logging.getLogger(__name__)
 
