@@ -14,7 +14,7 @@ from pathlib import Path
 
 from burstpool.engine.base import Doing
 from burstpool.share.budget import Budget, Controller, Gap, Moment, StepTaken
-from burstpool.share.gates.gate import MOMENTS, Gate
+from burstpool.share.gates.gate import MOMENTS, Done, Gate
 from burstpool.share.step_log import StepLog
 
 _COMPUTING, _WAITING, _REDUCING, _IDLE = (
@@ -60,16 +60,8 @@ class Pace:
         if self._begun_s is None:
             return
         done, log = [gate.done() for gate in self._all], self.log
-        overlapped_s = in_gaps_s = 0.0
-        for now, before in zip(done, self._done, strict=True):
-            overlapped_s += now.overlapped_s - before.overlapped_s
-            in_gaps_s += now.in_gaps_s - before.in_gaps_s
+        overlapped_s, in_gaps_s = self._work_since(self._done, done)
         has_work = overlapped_s > 0 or in_gaps_s > 0
-        if has_work:
-            num_shared = max(sum(1 for gates_here in self._gates if _num_here(gates_here)), 1)
-            overlapped_s, in_gaps_s = max(overlapped_s / num_shared, 0.0), max(in_gaps_s / num_shared, 0.0)
-        else:
-            overlapped_s = in_gaps_s = 0.0
         time_s = max(now_s - self._begun_s, 1e-9)
         self._controller.observe(StepTaken(time_s=time_s, overlapped_s=overlapped_s, in_gaps_s=in_gaps_s))
         log.times_s.append(time_s)
@@ -82,6 +74,15 @@ class Pace:
             self._recent_s.append(time_s)
             if self._all and (alone_s := self._controller.alone_s) is not None:
                 self._all[0].tell(alone_s=alone_s, recent_s=sum(self._recent_s) / len(self._recent_s))
+
+    def _work_since(self, before: Sequence[Done], now: Sequence[Done]) -> tuple[float, float]:
+        """Seconds beside compute and in gaps between the two, over the devices that have a background."""
+        if now == before:  # as where nobody comes: what remains of sharing is to cost next to nothing then
+            return 0.0, 0.0
+        overlapped_s = sum(after.overlapped_s for after in now) - sum(first.overlapped_s for first in before)
+        in_gaps_s = sum(after.in_gaps_s for after in now) - sum(first.in_gaps_s for first in before)
+        num_shared = max(sum(1 for gates_here in self._gates if _num_here(gates_here)), 1)
+        return max(overlapped_s / num_shared, 0.0), max(in_gaps_s / num_shared, 0.0)
 
     def save(self, path: Path) -> None:
         """The log of all steps, after the last."""

@@ -13,8 +13,8 @@ import mmap
 import os
 import select
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from burstpool.share.budget import Allowance, Moment
 
@@ -40,9 +40,8 @@ _ALLOWED: dict[Moment, tuple[int, int]] = {
 """Where it says what a step allows at a moment, and what all steps together did."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """What a background process has done since it was first started."""
+class Done(NamedTuple):
+    """What a background process has done since it was first started; a tuple, as one is made at every step."""
 
     overlapped_s: float
     """Seconds of its own work beside the foreground's compute."""
@@ -62,6 +61,10 @@ class Gate:
             self._map = mmap.mmap(file.fileno(), 8 * _NUMBERS)
         self._numbers = memoryview(self._map).cast("d")
         self._bell = os.open(self._pipe, os.O_RDWR | os.O_NONBLOCK)  # both ways: no end of it is ever missing
+        self._allowance: Allowance | None = None
+        self._share = 1.0
+        self._counted: tuple[tuple[int, float], ...] = ()
+        """What the last call of `allow` wrote, and what such a step adds to which sums."""
 
     @classmethod
     def create(cls, path: Path) -> "Gate":
@@ -114,12 +117,15 @@ class Gate:
     def allow(self, allowance: Allowance, *, step: int, share: float = 1.0) -> None:
         """What the next step allows; `share` is this gate's part of it."""
         numbers = self._numbers
-        numbers[_OVERLAP] = share * allowance.overlapped_s
-        numbers[_WAITING] = share * allowance.waiting_s
-        numbers[_REDUCING] = share * allowance.reducing_s
-        numbers[_IDLE] = allowance.during(Moment.IDLE)
-        for this, all_steps in _ALLOWED.values():
-            numbers[all_steps] += min(numbers[this], _MOST_COUNTED_S)
+        if allowance is not self._allowance or share != self._share:  # mostly it is what the last step allowed
+            self._allowance, self._share = allowance, share
+            numbers[_OVERLAP] = share * allowance.overlapped_s
+            numbers[_WAITING] = share * allowance.waiting_s
+            numbers[_REDUCING] = share * allowance.reducing_s
+            numbers[_IDLE] = allowance.during(Moment.IDLE)
+            self._counted = tuple((sums, min(numbers[this], _MOST_COUNTED_S)) for this, sums in _ALLOWED.values())
+        for sums, allowed_s in self._counted:
+            numbers[sums] += allowed_s
         numbers[_STEP] = step + 1  # last: whoever sees it sees the others
         if not allowance.alone:
             self.wake()
