@@ -141,6 +141,20 @@ def test_a_step_that_begins_while_it_is_looked_at_is_paid_for_once(tmp_path: Pat
     assert doing._credit[Moment.COMPUTING].left_s == pytest.approx(2.0)
 
 
+def test_what_a_step_allows_is_written_again_when_its_share_changes_and_adds_up_when_it_does_not(
+    tmp_path: Path,
+) -> None:
+    gate, seen = Gate.create(tmp_path / "gate"), Gate(tmp_path / "gate")
+    first, other = allowance(0.5), allowance(0.2)
+    before_s = seen.allowed_so_far_s(Moment.COMPUTING)
+    told = []
+    for step, (allowed, share) in enumerate([(first, 1.0), (first, 1.0), (first, 0.5), (other, 0.5), (first, 1.0)]):
+        gate.allow(allowed, step=step, share=share)
+        told.append(seen.allowed_s(Moment.COMPUTING))
+    assert told == pytest.approx([0.5, 0.5, 0.25, 0.1, 0.5])
+    assert seen.allowed_so_far_s(Moment.COMPUTING) - before_s == pytest.approx(sum(told))
+
+
 def test_before_its_first_step_a_background_does_not_ask(tmp_path: Path) -> None:
     gate = Gate.create(tmp_path / "gate")
     gate.close()
